@@ -1,0 +1,211 @@
+"""From a conversation to the token ids of a prompt: the chat template, and what fits into the window.
+
+What people type is tokenized apart from the template, so control tokens in it are plain text: nobody
+can end a turn or plant a system message by typing one.
+"""
+
+import re
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+SMALLEST_ANSWER = 64  # tokens that a long message must leave for its answer
+REMEMBERED = 1024  # texts whose tokens are kept at hand
+MARK = re.compile("\ue000(\\d+)\ue001")  # where a message's text goes; private-use characters
+
+
+class TooLong(Exception):
+    """A message that cannot fit: `size` and `limit` in tokens."""
+
+    def __init__(self, size: int, limit: int):
+        super().__init__(f"The message is too long: {size} tokens, at most {limit} fit. Shorten it, or raise n_ctx in config.yaml.")
+        self.size, self.limit = size, limit
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the engine is asked: the prompt, and how long the answer may be (tokens).
+
+    `dropped` turns, the oldest, are no longer in view. `follow` is what surely comes after the answer.
+    """
+
+    tokens: list[int]
+    max_tokens: int
+    dropped: int = 0
+    follow: list[int] = field(default_factory=list)
+    stop: list[str] = field(default_factory=list)
+
+    @property
+    def trimmed(self) -> bool:
+        return self.dropped > 0
+
+
+class ChatTemplate:
+    """A GGUF's own chat template, rendered to token ids. `model` gives the template and the tokenizer."""
+
+    def __init__(self, model):
+        self._model = model
+        text = model.chat_template
+        bos, eos = model.special_text("bos"), model.special_text("eos")
+        self._formatters = {
+            answering: Jinja2ChatFormatter(text, eos_token=eos, bos_token=bos, add_generation_prompt=answering)
+            for answering in (True, False)
+        }
+        self._bos = model.tokenize(bos, special=True) if model.adds_bos and bos else []
+        self._known: OrderedDict[tuple[str, bool], list[int]] = OrderedDict()
+
+    def render(self, messages: list[dict], answering: bool = True) -> list[list[int]]:
+        """Token ids in pieces: one for each message, with the template's text before it, and one for the end.
+
+        `answering` adds the start of the assistant's turn. Raises ValueError where the template
+        refuses the conversation.
+        """
+        marked = [{"role": message["role"], "content": f"\ue000{number}\ue001"} for number, message in enumerate(messages)]
+        try:
+            text = self._formatters[answering](messages=marked).prompt
+        except Exception as error:
+            raise ValueError(f"the model's chat template refuses this conversation: {error}") from None
+        parts = MARK.split(text)
+        pieces = [self._tokens(parts[0], special=True)]
+        if self._bos and pieces[0][: len(self._bos)] != self._bos:
+            pieces[0] = self._bos + pieces[0]
+        for number, after in zip(parts[1::2], parts[2::2]):
+            pieces[-1] = pieces[-1] + self._tokens(messages[int(number)]["content"])
+            pieces.append(self._tokens(after, special=True))
+        return pieces
+
+    def remember(self, text: str, tokens: list[int]) -> None:
+        """Has `text`, when it is in a later prompt, stand for exactly the tokens the model chose for it."""
+        self._keep((text, False), list(tokens))
+
+    def _tokens(self, text: str, special: bool = False) -> list[int]:
+        key = (text, special)
+        if key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key]
+        return self._keep(key, self._model.tokenize(text, special))
+
+    def _keep(self, key: tuple[str, bool], tokens: list[int]) -> list[int]:
+        self._known[key] = tokens
+        while len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        return tokens
+
+
+class Conversation:
+    """Makes prompts for an engine by the settings of config.yaml. Usable once the engine has its model."""
+
+    def __init__(self, engine, config):
+        self._engine = engine
+        self._config = config
+        self._made: ChatTemplate | None = None
+
+    @property
+    def template(self) -> ChatTemplate:
+        if self._made is None:
+            self._made = ChatTemplate(self._engine.model)
+        return self._made
+
+    def opening(self) -> list[int]:
+        """The tokens that every conversation begins with: the system prompt, up to the first message."""
+        messages = [*self._system(), {"role": "user", "content": ""}]
+        return sum(self.template.render(messages, answering=False)[: len(messages)], [])
+
+    def prompt(self, messages: list[dict], max_tokens: int | None = None) -> Prompt:
+        """The prompt for the answer to `messages`, the last of which is the user's.
+
+        Oldest turns are dropped, one by one, until the answer has room; the system prompt and the newest
+        message never are. Raises TooLong when they alone are too much.
+        """
+        wanted = max_tokens or self._config.generation.max_tokens
+        n_ctx = self._engine.n_ctx
+        given = flatten(messages)
+        system = [message for message in given if message["role"] == "system"] or self._system()
+        turns = _turns([message for message in given if message["role"] != "system"])
+        costs, base = self._costs(system, turns)
+        most = self._config.chat.history.max_turns
+        start = max(0, len(turns) - most) if most else 0
+        start = self._first_that_fits(costs, start, n_ctx - wanted - base)
+        size = base + sum(costs[start:])
+        room = min(wanted, n_ctx - size)
+        if room < min(wanted, SMALLEST_ANSWER):
+            raise TooLong(costs[-1], n_ctx - base - min(wanted, SMALLEST_ANSWER))
+        view = [*system, *(message for turn in turns[start:] for message in turn)]
+        tokens = sum(self.template.render(view), [])
+        return Prompt(tokens, room, start, self._follow(view), list(self._config.generation.stop))
+
+    def remember(self, reply) -> None:
+        """Keeps an answer's own tokens, so that the next turn's prompt has them unchanged."""
+        if reply.tokens and reply.text:
+            self.template.remember(reply.text, reply.tokens)
+
+    def _system(self) -> list[dict]:
+        text = self._config.chat.system_prompt
+        return [{"role": "system", "content": text}] if text else []
+
+    def _costs(self, system: list[dict], turns: list[list[dict]]) -> tuple[list[int], int]:
+        """Tokens of each turn, and of all that stays whatever is dropped."""
+        flat = [*system, *(message for turn in turns for message in turn)]
+        sizes = [len(piece) for piece in self.template.render(flat)]
+        base, at, costs = sum(sizes[: len(system)]) + sum(sizes[len(flat) :]), len(system), []
+        for turn in turns:
+            costs.append(sum(sizes[at : at + len(turn)]))
+            at += len(turn)
+        return costs, base
+
+    def _first_that_fits(self, costs: list[int], start: int, room: int) -> int:
+        """The first turn to keep. Where the model cannot shift its cache every drop means computing all
+        anew, so then half the room is freed at once, and the same again only when that is used up."""
+        if self._engine.can_shift:
+            while start < len(costs) - 1 and sum(costs[start:]) > room:
+                start += 1
+            return start
+        for end in range(1, len(costs) + 1):
+            if sum(costs[start:end]) > room:
+                while start < end - 1 and sum(costs[start:end]) > room // 2:
+                    start += 1
+        return start
+
+    def _follow(self, view: list[dict]) -> list[int]:
+        """The template's text between an answer and the next message."""
+        longer = [*view, {"role": "assistant", "content": ""}, {"role": "user", "content": ""}]
+        try:
+            return self.template.render(longer, answering=False)[len(view) + 1]
+        except (ValueError, IndexError):
+            return []
+
+
+def flatten(messages: list[dict]) -> list[dict]:
+    """Messages as {role, content} with plain text: Gradio's lists of parts are joined, other parts left out."""
+    return [{"role": message["role"], "content": _text(message.get("content"))} for message in messages]
+
+
+def _text(content) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, dict):
+        return content["text"] if isinstance(content.get("text"), str) and content.get("type", "text") == "text" else ""
+    return "\n".join(text for text in map(_text, content) if text) if isinstance(content, (list, tuple)) else ""
+
+
+def _turns(messages: list[dict]) -> list[list[dict]]:
+    """Turns that each begin with a user's message. Messages of one role in a row are merged; what stands
+    before the first user's message, and answers with no text, are left out."""
+    merged: list[dict] = []
+    for message in messages:
+        if message["role"] == "assistant" and not message["content"]:
+            continue
+        if merged and merged[-1]["role"] == message["role"]:
+            merged[-1] = {**message, "content": f"{merged[-1]['content']}\n\n{message['content']}"}
+        else:
+            merged.append(message)
+    turns: list[list[dict]] = []
+    for message in merged:
+        if message["role"] == "user":
+            turns.append([message])
+        elif turns:
+            turns[-1].append(message)
+    return turns

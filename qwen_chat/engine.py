@@ -1,0 +1,646 @@
+"""The decode thread: prompts go in as token ids, answers come out as text.
+
+One thread owns llama.cpp. It loads the model, then takes step after step: one token for every answer
+that flows, then a chunk of the prompts that wait to be read, and, when nobody wants anything, a chunk
+of what people will probably ask next. Nobody else computes, so nothing needs a lock around the model.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Callable, Iterable
+
+from .hardware import usable_cores
+from .kvcache import KVCache, Sequence, token_array
+from .model import ABORTED, NO_CELLS, Model
+from .sampling import Sampler, Sampling
+from .textstream import TextStream
+
+log = logging.getLogger(__name__)
+
+STEP_SECONDS = 0.2  # a prompt's chunk takes about this long while other answers flow
+WARM_SECONDS = 0.1  # and this long when it is only computed ahead: a real request waits no longer
+SMALLEST_CHUNK = 8  # tokens
+MOST_WARM = 64  # texts computed ahead that may wait at once
+
+
+class EngineError(Exception):
+    """The engine cannot answer; the message is a sentence for a person."""
+
+
+class Busy(EngineError):
+    """As many answers run and wait as may."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What the engine is doing: looking, downloading, checking, loading, ready, failed or closed."""
+
+    phase: str = "looking"
+    name: str = ""
+    done: int = 0
+    total: int | None = None
+
+    @property
+    def fraction(self) -> float | None:
+        """How much of the phase is done, 0 to 1; None where that is not known."""
+        return min(1.0, self.done / self.total) if self.total else None
+
+
+@dataclass(frozen=True)
+class Info:
+    """The model in use. `fallback` says why it is not the configured one; None where it is."""
+
+    name: str
+    path: str
+    fallback: str | None
+    size_bytes: int
+    n_params: int
+    n_ctx: int
+    n_ctx_train: int
+    n_threads: int
+    parallel: int
+
+
+@dataclass
+class Stats:
+    """The figures of one answer. Times in milliseconds from the call of `stream`."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    answer_tokens: int = 0
+    waited_ms: float = 0.0
+    first_token_ms: float = 0.0
+    tokens_per_second: float = 0.0
+    finish_reason: str = ""  # stop, length, cancelled or error
+
+
+class Reply:
+    """One answer on its way. Iterate, plainly or with `async for`, to get its text as it comes.
+
+    Each piece holds all that was gathered since the last was taken. Leaving the loop early cancels.
+    """
+
+    def __init__(self, engine: "Engine", n_prompt: int):
+        self.stats = Stats(prompt_tokens=n_prompt)
+        self.error: EngineError | None = None
+        self.read, self.to_read = 0, n_prompt
+        self.tokens: list[int] = []
+        self.cancelled = False
+        self._engine = engine
+        self._pieces: list[str] = []
+        self._text: list[str] = []
+        self._ended = False
+        self._changed = threading.Condition()
+        self._on_change: Callable[[], None] | None = None
+
+    @property
+    def place(self) -> int:
+        """0 while it is computed, else its place in line: 1 is next."""
+        return self._engine.place_of(self)
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    @property
+    def text(self) -> str:
+        """All the text so far."""
+        return "".join(self._text)
+
+    def cancel(self) -> None:
+        """Ends the answer within one step. From any thread, at any time, more than once."""
+        self.cancelled = True
+        self._engine.notice_cancel(self)
+
+    def __iter__(self):
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._pieces or self._ended)
+                text, ended = self._take()
+                if text:
+                    yield text
+                if ended:
+                    return self._raise_error()
+        finally:
+            self._leave()
+
+    async def __aiter__(self):
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        with self._changed:
+            self._on_change = lambda: loop.call_soon_threadsafe(changed.set)
+        try:
+            while True:
+                changed.clear()
+                text, ended = self._take()
+                if text:
+                    yield text
+                if ended:
+                    self._raise_error()
+                    return
+                await changed.wait()
+        finally:
+            self._on_change = None
+            self._leave()
+
+    def put(self, text: str) -> None:
+        """Called by the decode thread with new text."""
+        with self._changed:
+            self._pieces.append(text)
+            self._text.append(text)
+            self._tell()
+
+    def end(self, error: EngineError | None = None) -> None:
+        """Called by the decode thread once nothing more will come."""
+        with self._changed:
+            self.error = error
+            self._ended = True
+            self._tell()
+
+    def _take(self) -> tuple[str, bool]:
+        """The text gathered so far, and whether that was the last of it."""
+        with self._changed:
+            text, ended = "".join(self._pieces), self._ended
+            self._pieces.clear()
+        return text, ended
+
+    def _raise_error(self) -> None:
+        if self.error:
+            raise self.error
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        if self._on_change:
+            try:
+                self._on_change()
+            except RuntimeError:  # the listener's event loop is closed
+                self._on_change = None
+
+    def _leave(self) -> None:
+        if not self._ended:
+            self.cancel()
+
+
+@dataclass(eq=False)
+class _Task:
+    """A request as the decode thread sees it."""
+
+    reply: Reply
+    prompt: list
+    sampling: Sampling
+    max_tokens: int
+    stop: list[str]
+    owner: object
+    trimmed: bool
+    follow: list[int]
+    on_end: Callable[[Reply], None] | None
+    asked: float = field(default_factory=time.perf_counter)
+    first: float = 0.0
+    sequence: Sequence | None = None
+    sampler: Sampler | None = None
+    text: TextStream | None = None
+    next_token: int | None = None  # sampled, not yet computed
+    held: bool = False  # waits until others have ended, for want of cells
+
+    @property
+    def unread(self) -> int:
+        return len(self.prompt) - len(self.sequence)
+
+
+class Engine:
+    """A model that answers token ids with text. Nothing happens before `start`.
+
+    `find_weights(report)` returns weights.Weights; `opening()` returns the tokens every conversation
+    begins with, which are computed at once and kept.
+    """
+
+    def __init__(self, runtime, find_weights, queue_size: int = 16, opening: Callable[[], list[int]] = list):
+        self.runtime = runtime
+        self.queue_size = queue_size
+        self.state = State()
+        self.error: Exception | None = None
+        self.info: Info | None = None
+        self.model: Model | None = None
+        self.cache: KVCache | None = None
+        self.n_ctx = runtime.n_ctx
+        self.ready = threading.Event()
+        self.ended = threading.Event()
+        self._find_weights = find_weights
+        self._opening = opening
+        self._thread: threading.Thread | None = None
+        self._news = threading.Condition()  # guards what follows, up to _closing
+        self._waiting: deque[_Task] = deque()
+        self._n_open = 0
+        self._warm: dict[object, tuple[list, bool]] = {}
+        self._closing = False
+        self._active: list[_Task] = []
+        self._computing: set[Reply] = set()  # whose prompts the running decode reads
+        self._prompt_speed = 0.0  # tokens/s, of late
+
+    # From any thread
+
+    def start(self) -> None:
+        """Starts the decode thread, which finds and loads the weights. Returns at once."""
+        with self._news:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
+                self._thread.start()
+
+    def stream(
+        self,
+        tokens: Iterable[int],
+        sampling: Sampling = Sampling(),
+        max_tokens: int = 512,
+        stop: list[str] = (),
+        *,
+        owner: object = None,
+        trimmed: bool = False,
+        follow: list[int] = (),
+        on_end: Callable[[Reply], None] | None = None,
+    ) -> Reply:
+        """Asks for the continuation of `tokens`; returns at once.
+
+        `owner` names the conversation, `trimmed` says that it dropped old turns before this prompt,
+        `follow` is what the next prompt surely has after this answer and is computed when it ends.
+        `on_end` is called by the decode thread. Raises Busy, or EngineError when the engine has ended.
+        """
+        prompt = token_array(tokens)
+        if not prompt:
+            raise EngineError("an empty prompt has no continuation")
+        self.start()
+        reply = Reply(self, len(prompt))
+        task = _Task(reply, prompt, sampling, max_tokens, list(stop), owner, trimmed, list(follow), on_end)
+        with self._news:
+            if self.error or self._closing:
+                raise EngineError(f"the engine has ended: {self.error or 'it was closed'}")
+            if self._n_open >= self.runtime.parallel + self.queue_size:
+                raise Busy(f"{self._n_open} answers are running or waiting, which is as many as may; try again in a moment")
+            self._n_open += 1
+            self._warm.pop(owner, None)
+            self._waiting.append(task)
+            self._news.notify()
+        return reply
+
+    def warm(self, owner: object, tokens: Iterable[int], trimmed: bool = False) -> None:
+        """Computes a prompt that `owner` will probably send, when nothing else is to do; the latest one counts."""
+        with self._news:
+            self._warm.pop(owner, None)
+            self._warm[owner] = (token_array(tokens), trimmed)
+            while len(self._warm) > MOST_WARM:
+                self._warm.pop(next(iter(self._warm)))
+            self._news.notify()
+
+    def forget(self, owner: object) -> None:
+        """Drops what was to be computed ahead for `owner`."""
+        with self._news:
+            self._warm.pop(owner, None)
+
+    async def wait_ready(self) -> None:
+        """Returns once the model answers. Raises EngineError when it never will."""
+        self.start()
+        while not self.ready.is_set():
+            if self.error or self.ended.is_set():
+                raise EngineError(str(self.error or "the engine was closed"))
+            await asyncio.sleep(0.05)
+
+    def place_of(self, reply: Reply) -> int:
+        with self._news:
+            return next((place for place, task in enumerate(self._waiting, 1) if task.reply is reply), 0)
+
+    def notice_cancel(self, reply: Reply) -> None:
+        with self._news:
+            self._news.notify()
+        if reply in self._computing and self.model:
+            self.model.abort()
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether turns can be dropped from the middle of the cache without computing the rest anew."""
+        return bool(self.model and self.model.can_shift)
+
+    @property
+    def running(self) -> int:
+        return len(self._active)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Ends all answers and the decode thread, and frees the model."""
+        with self._news:
+            self._closing = True
+            self._news.notify()
+        if self.model:
+            self.model.abort()
+        if self._thread and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    # The decode thread
+
+    def _run(self) -> None:
+        try:
+            self._load()
+            while self._wait_for_work():
+                self._admit()
+                self._step()
+        except BaseException as error:
+            if not self._closing:
+                self._fail(error)
+        finally:
+            self._end_all(EngineError(f"the engine has ended: {self.error or 'it was closed'}"))
+            if self.model and not self.error:
+                self.model.close()
+            if not self.error:
+                self.state = State("closed")
+            self.ended.set()
+
+    def _load(self) -> None:
+        weights = self._find_weights(self._report)
+        runtime = self.runtime
+        self.state = State("loading", weights.name, 0, 100)
+        started = time.perf_counter()
+        model = Model(weights.path, runtime, lambda part: self._loaded(weights.name, part))
+        self.model = model
+        n_ctx = runtime.n_ctx
+        if n_ctx > model.n_ctx_train:
+            log.warning("runtime.n_ctx is %d, but %s was trained for %d tokens: %d is used", n_ctx, weights.name, model.n_ctx_train, model.n_ctx_train)
+            n_ctx = model.n_ctx_train
+        self.n_ctx = n_ctx
+        opening = token_array(self._opening())
+        threads = usable_cores()
+        n_threads = threads if runtime.n_threads == "auto" else runtime.n_threads
+        n_batch = n_threads if runtime.n_threads_batch == "auto" else runtime.n_threads_batch
+        model.open_context(runtime, n_ctx * runtime.parallel + len(opening), runtime.parallel + 1, n_threads, n_batch)
+        self.cache = KVCache(model, runtime.parallel, runtime.cache_mb * 1024 * 1024)
+        self._compute_opening(opening or token_array(model.tokenize("\n")))
+        self.info = Info(
+            weights.name, str(weights.path), weights.fallback, model.size_bytes, model.n_params,
+            n_ctx, model.n_ctx_train, n_threads, runtime.parallel,
+        )
+        log.info("%s is ready after %.1f s: %d threads, n_ctx %d", weights.name, time.perf_counter() - started, n_threads, n_ctx)
+        self.state = State("ready", weights.name)
+        self.ready.set()
+
+    def _report(self, progress) -> None:
+        if self._closing:
+            raise EngineError("it was closed while it started")
+        self.state = State(progress.phase, progress.name, progress.done, progress.total)
+
+    def _loaded(self, name: str, part: float) -> bool:
+        self.state = State("loading", name, int(part * 100), 100)
+        return not self._closing
+
+    def _compute_opening(self, opening) -> None:
+        """Computes the system prompt, in chunks and then by one token, so that both graphs are warm too."""
+        sequence = self.cache.opening
+        while len(sequence) < len(opening):
+            left = len(opening) - len(sequence)
+            chunk = opening[len(sequence) : len(sequence) + max(1, min(left - 1, self.model.n_batch))]
+            if self._closing or self.model.decode([(sequence.id, len(sequence), chunk, False)]):
+                raise EngineError("the system prompt cannot be computed; is it longer than runtime.n_ctx?")
+            sequence.tokens.extend(chunk)
+
+    def _wait_for_work(self) -> bool:
+        with self._news:
+            self._news.wait_for(lambda: self._closing or self._active or self._waiting or self._warm)
+            return not self._closing
+
+    def _admit(self) -> None:
+        """Gives waiting requests a sequence, in the order they came; drops those that were cancelled."""
+        while True:
+            with self._news:
+                gone = [task for task in self._waiting if task.reply.cancelled]
+                for task in gone:
+                    self._waiting.remove(task)
+                task = self._waiting.popleft() if self._may_admit() else None
+            for cancelled in gone:
+                self._finish(cancelled, "cancelled")
+            if task is None:
+                return
+            try:
+                self._begin(task)
+            except Exception as error:
+                self._finish(task, "error", _as_engine_error(error))
+
+    def _may_admit(self) -> bool:
+        return bool(self._waiting) and self.cache.has_room() and not (self._waiting[0].held and self._active)
+
+    def _begin(self, task: _Task) -> None:
+        if len(task.prompt) >= self.n_ctx:
+            raise EngineError(f"the prompt has {len(task.prompt)} tokens, the window holds {self.n_ctx}")
+        task.sampler = task.sampler or Sampler(task.sampling, self.model.n_vocab)
+        task.text = task.text or TextStream(task.stop)
+        task.sequence = self.cache.acquire(task.prompt, task.owner, task.trimmed, afresh=task.sampling.seed >= 0)
+        reply, cached = task.reply, len(task.sequence)
+        if not task.first:
+            reply.stats.cached_tokens = cached
+            reply.stats.waited_ms = (time.perf_counter() - task.asked) * 1000
+        reply.read, reply.to_read = 0, len(task.prompt) - cached
+        self._active.append(task)
+
+    def _step(self) -> None:
+        for task in [task for task in self._active if task.reply.cancelled]:
+            self._finish(task, "cancelled")
+        if not self._active:
+            return self._warm_step()
+        plan = self._plan()
+        parts = [
+            (task.sequence.id, len(task.sequence), tokens, task.next_token is not None or len(tokens) == task.unread)
+            for task, tokens in plan
+        ]
+        reading = {task.reply for task, _ in plan if task.next_token is None}
+        status = self._decode(parts, reading)
+        if status == 0:
+            for index, (task, tokens) in enumerate(plan):
+                self._advance(task, tokens, parts, index)
+        elif status != ABORTED:
+            self._recover(status, plan)
+
+    def _plan(self) -> list[tuple[_Task, list]]:
+        """Which tokens the next step computes: answers first, then prompts, sharing what room is left."""
+        flowing = [task for task in self._active if task.next_token is not None]
+        reading = [task for task in self._active if task.next_token is None]
+        plan = [(task, [task.next_token]) for task in flowing]
+        room = self.model.n_batch - len(flowing)
+        if flowing:
+            room = min(room, self._chunk(STEP_SECONDS))
+        for left, task in zip(range(len(reading), 0, -1), sorted(reading, key=lambda task: task.unread)):
+            count = min(task.unread, -(-room // left))
+            if count > 0:
+                start = len(task.sequence)
+                plan.append((task, task.prompt[start : start + count]))
+                room -= count
+        return plan
+
+    def _chunk(self, seconds: float) -> int:
+        """How many prompt tokens take about that long on this machine."""
+        expected = int(self._prompt_speed * seconds) if self._prompt_speed else SMALLEST_CHUNK * 4
+        return min(max(SMALLEST_CHUNK, expected), self.model.n_batch)
+
+    def _decode(self, parts, reading: set[Reply]) -> int:
+        self._computing = reading
+        if any(reply.cancelled for reply in reading):
+            self._computing = set()
+            return ABORTED
+        started = time.perf_counter()
+        status = self.model.decode(parts)
+        seconds = time.perf_counter() - started
+        self._computing = set()
+        if status:
+            for seq, position, _, _ in parts:  # a step counts whole or not at all
+                self.model.seq_rm(seq, position, -1)
+            return status
+        tokens = sum(len(part[2]) for part in parts)
+        if tokens >= SMALLEST_CHUNK:
+            speed = tokens / seconds
+            self._prompt_speed = speed if not self._prompt_speed else 0.7 * self._prompt_speed + 0.3 * speed
+        return status
+
+    def _advance(self, task: _Task, tokens, parts, index: int) -> None:
+        """Books what was computed for a request, and takes its next token when it has read its prompt."""
+        task.sequence.tokens.extend(tokens)
+        if task.next_token is None:
+            task.reply.read += len(tokens)
+            if task.unread > 0:
+                return
+        try:
+            token = self.model.sample(task.sampler, self.model.output_index(parts, index))
+            self._take_token(task, token)
+        except Exception as error:
+            self._finish(task, "error", _as_engine_error(error))
+
+    def _take_token(self, task: _Task, token: int) -> None:
+        reply, now = task.reply, time.perf_counter()
+        stats = reply.stats
+        if not task.first:
+            task.first = now
+            stats.first_token_ms = (now - task.asked) * 1000
+        task.next_token = token
+        if self.model.is_end(token):
+            return self._finish(task, "stop")
+        reply.tokens.append(token)
+        stats.answer_tokens += 1
+        if stats.answer_tokens > 1:
+            stats.tokens_per_second = (stats.answer_tokens - 1) / max(now - task.first, 1e-9)
+        text = task.text.feed(self.model.piece(token))
+        if text:
+            reply.put(text)
+        if task.text.stopped:
+            self._finish(task, "stop")
+        elif stats.answer_tokens >= task.max_tokens or len(task.sequence) + 1 >= self.n_ctx:
+            self._finish(task, "length")
+
+    def _finish(self, task: _Task, reason: str, error: EngineError | None = None) -> None:
+        """Ends a request and leaves its sequence to whoever goes on with it."""
+        if task in self._active:
+            self._active.remove(task)
+        reply = task.reply
+        stats = replace(reply.stats, finish_reason=reason)
+        reply.stats = stats
+        if task.text and not task.text.stopped:
+            rest = task.text.close()
+            if rest:
+                reply.put(rest)
+        if task.sampler:
+            task.sampler.close()
+        if task.sequence is not None:
+            self.cache.release(task.sequence)
+            if task.follow and reason in ("stop", "length") and not task.text.stopped:
+                self._warm_follow(task)
+        with self._news:
+            self._n_open -= 1
+        log.info(
+            "answer: %d prompt tokens (%d cached), %d answer tokens, first token %.0f ms, %.1f tokens/s, %s",
+            stats.prompt_tokens, stats.cached_tokens, stats.answer_tokens,
+            stats.first_token_ms, stats.tokens_per_second, reason,
+        )
+        if error:
+            log.error("an answer failed: %s", error)
+        if task.on_end:
+            task.on_end(reply)
+        reply.end(error)
+
+    def _warm_follow(self, task: _Task) -> None:
+        """Has the end of the turn and the start of the next computed ahead."""
+        told = [task.next_token] if not self.model.is_end(task.next_token) else []
+        tokens = task.sequence.tokens[:] + token_array(told + task.follow)
+        if len(tokens) < self.n_ctx:
+            with self._news:
+                self._warm.setdefault(task.owner if task.owner is not None else task, (tokens, False))
+
+    def _warm_step(self) -> None:
+        """Computes a chunk ahead. The sequence is let go after each, so a real request finds all of it idle."""
+        with self._news:
+            if not self._warm or self._waiting:
+                return
+            owner, (tokens, trimmed) = next(reversed(self._warm.items()))
+        if len(tokens) < self.n_ctx and not self.cache.covers(tokens):
+            sequence = self.cache.acquire(tokens, owner, trimmed)
+            chunk = tokens[len(sequence) : len(sequence) + self._chunk(WARM_SECONDS)]
+            status = self._decode([(sequence.id, len(sequence), chunk, False)], set())
+            if status == 0:
+                sequence.tokens.extend(chunk)
+            self.cache.release(sequence)
+            if status == 0 and len(sequence) < len(tokens):
+                return
+        with self._news:
+            if self._warm.get(owner, (None,))[0] is tokens:
+                del self._warm[owner]
+
+    def _recover(self, status: int, plan) -> None:
+        """After a step that could not be computed: makes room, or ends the requests it was for."""
+        if status == NO_CELLS:
+            if self.cache.park_idle():
+                return
+            if len(plan) > 1:
+                return self._put_back(plan[-1][0])
+        for task, _ in plan:
+            self.cache.cut(task.sequence, 0)
+            self._finish(task, "error", EngineError(f"llama.cpp could not compute this answer (status {status})"))
+        probe = self.cache.opening
+        if self.model.decode([(probe.id, len(probe), token_array(probe.tokens[-1:]), False)]) < 0:
+            raise EngineError(f"llama.cpp computes no more (status {status})")
+        self.model.seq_rm(probe.id, len(probe), -1)
+
+    def _put_back(self, task: _Task) -> None:
+        """Lets a request wait at the head of the line until others have ended."""
+        self._active.remove(task)
+        pending = [task.next_token] if task.next_token is not None else []
+        if pending:
+            task.prompt = task.sequence.tokens[:] + token_array(pending)
+            task.next_token = None
+        self.cache.release(task.sequence)
+        self.cache.park_idle()
+        task.held = True
+        with self._news:
+            self._waiting.appendleft(task)
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = error
+        self.state = State("failed", self.state.name)
+        log.error("the engine has ended: %s", error, exc_info=self.ready.is_set())
+
+    def _end_all(self, error: EngineError) -> None:
+        with self._news:
+            self._closing = True
+            waiting, self._waiting = list(self._waiting), deque()
+            self._warm.clear()
+        for task in [*self._active, *waiting]:
+            if self.error:
+                self._finish_plainly(task, error)
+            else:
+                self._finish(task, "cancelled")
+
+    def _finish_plainly(self, task: _Task, error: EngineError) -> None:
+        """Ends a request without touching a model that may be broken."""
+        task.sequence = task.sampler = task.text = None
+        self._finish(task, "error", error)
+
+
+def _as_engine_error(error: Exception) -> EngineError:
+    return error if isinstance(error, EngineError) else EngineError(f"this answer failed: {error}")

@@ -1,0 +1,282 @@
+"""The cache's books, checked against a model of llama.cpp's memory that knows what each cell was computed from."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from qwen_chat.kvcache import SHORTEST_RUN, SMALL_LOSS, KVCache, common_prefix, token_array
+
+
+@dataclass(eq=False)
+class Cell:
+    token: int
+    position: int
+
+
+class Cells:
+    """Unified memory: sequences point at cells, which they may share; shifting moves a cell for all of them."""
+
+    can_cut = True
+
+    def __init__(self, can_shift=True, can_cut=True):
+        self.sequences: dict[int, list[Cell]] = {}
+        self.can_shift, self.can_cut = can_shift, can_cut
+        self.computed = 0
+
+    def compute(self, seq, tokens):
+        cells = self.sequences.setdefault(seq, [])
+        cells += [Cell(token, len(cells) + offset) for offset, token in enumerate(tokens)]
+        self.computed += len(tokens)
+
+    def seq_rm(self, seq, start, end):
+        inside = lambda cell: cell.position >= start and (end < 0 or cell.position < end)
+        cells = self.sequences.get(seq, [])
+        assert self.can_cut or all(inside(cell) for cell in cells), "a part of a recurrent state was to be forgotten"
+        self.sequences[seq] = [cell for cell in cells if not inside(cell)]
+
+    def seq_cp(self, source, target, start, end):
+        assert not self.sequences.get(target)
+        self.sequences[target] = [cell for cell in self.sequences[source] if cell.position >= start and (end < 0 or cell.position < end)]
+
+    def seq_add(self, seq, start, end, delta):
+        assert self.can_shift
+        for cell in self.sequences[seq]:
+            if start <= cell.position < end:
+                cell.position += delta
+
+    def saved_size(self, seq):
+        return 10 + 100 * len(self.sequences.get(seq, []))
+
+    def save(self, seq):
+        cells = self.sequences[seq]
+        return b"".join(cell.token.to_bytes(4, "little") + cell.position.to_bytes(96, "little") for cell in cells) + b"x" * 10
+
+    def restore(self, seq, state):
+        assert not self.sequences.get(seq)
+        parts = [state[at : at + 100] for at in range(0, len(state) - 10, 100)]
+        self.sequences[seq] = [Cell(int.from_bytes(part[:4], "little"), int.from_bytes(part[4:], "little")) for part in parts]
+        return True
+
+
+def check(cache, memory):
+    for sequence in [*cache.slots, cache.opening]:
+        cells = memory.sequences.get(sequence.id, [])
+        assert [cell.token for cell in cells] == list(sequence.tokens)
+        assert [cell.position for cell in cells] == list(range(len(sequence)))
+    assert cache.parked_bytes <= cache.cache_bytes
+
+
+def serve(cache, memory, prompt, answer=(), owner=None, trimmed=False):
+    """One request from begin to end; returns how many of the prompt's tokens were reused."""
+    prompt = token_array(prompt)
+    slot = cache.acquire(prompt, owner, trimmed)
+    reused = len(slot)
+    assert slot.tokens == prompt[:reused] and reused < len(prompt)
+    rest = prompt[reused:] + token_array(answer)
+    memory.compute(slot.id, rest)
+    slot.tokens.extend(rest)
+    check(cache, memory)
+    cache.release(slot)
+    return reused
+
+
+def make(n_slots=2, cache_bytes=10**6, **memory):
+    memory = Cells(**memory)
+    cache = KVCache(memory, n_slots, cache_bytes)
+    memory.compute(cache.opening.id, range(20))
+    cache.opening.tokens = token_array(range(20))
+    return cache, memory
+
+
+SYSTEM = list(range(20))
+
+
+def turn(number, length=40):
+    return [1000 * number + at for at in range(length)]
+
+
+def test_common_prefix():
+    for a, b, length in [([], [1], 0), ([1], [1], 1), ([1, 2, 3], [1, 2, 4], 2), ([5], [6], 0), (range(999), range(500), 500)]:
+        assert common_prefix(token_array(a), token_array(b)) == length
+
+
+def test_a_new_conversation_starts_from_the_opening():
+    cache, memory = make()
+    assert serve(cache, memory, SYSTEM + turn(1)) == 20
+
+
+def test_a_follow_up_goes_on_in_place():
+    cache, memory = make()
+    serve(cache, memory, SYSTEM + turn(1), turn(2))
+    assert serve(cache, memory, SYSTEM + turn(1) + turn(2) + turn(3)) == 100
+    assert sum(len(slot) > 0 for slot in cache.slots) == 1
+
+
+def test_the_last_token_is_always_left_to_compute():
+    cache, memory = make()
+    serve(cache, memory, SYSTEM + turn(1))
+    assert serve(cache, memory, SYSTEM + turn(1)) == 59
+
+
+def test_an_edited_turn_leaves_the_old_branch_alone():
+    cache, memory = make()
+    serve(cache, memory, SYSTEM + turn(1) + turn(2), turn(3))
+    assert serve(cache, memory, SYSTEM + turn(1) + turn(4)) == 60
+    assert serve(cache, memory, SYSTEM + turn(1) + turn(2) + turn(3) + turn(5)) == 140
+
+
+@pytest.mark.parametrize("n_slots", [1, 2, 4])
+def test_many_conversations_taking_turns_compute_nothing_twice(n_slots):
+    cache, memory = make(n_slots)
+    talks = {owner: SYSTEM + turn(100 + owner) for owner in range(8)}
+    for number in range(4):
+        for owner, talk in talks.items():
+            reused = serve(cache, memory, talk, turn(200 + 10 * number + owner), owner)
+            assert reused >= len(talk) - 40
+            talk += turn(200 + 10 * number + owner) + turn(300 + 10 * number + owner)
+
+
+def test_parked_states_stay_within_their_bound_and_the_oldest_goes_first():
+    cache, memory = make(1, cache_bytes=2 * (100 * 60 + 10 + 4 * 60))
+    for owner in range(4):
+        serve(cache, memory, SYSTEM + turn(owner + 1))
+    assert len(cache.parked) == 2
+    assert serve(cache, memory, SYSTEM + turn(1) + [1]) == 20
+    assert serve(cache, memory, SYSTEM + turn(4) + [1]) == 60
+
+
+def test_nothing_is_parked_where_no_memory_is_given():
+    cache, memory = make(1, cache_bytes=0)
+    serve(cache, memory, SYSTEM + turn(1))
+    serve(cache, memory, SYSTEM + turn(2))
+    assert cache.parked == []
+
+
+def test_dropped_turns_are_cut_out_and_the_rest_moves_down():
+    cache, memory = make()
+    serve(cache, memory, SYSTEM + turn(1) + turn(2), turn(3), owner="a")
+    assert serve(cache, memory, SYSTEM + turn(2) + turn(3) + turn(4), owner="a", trimmed=True) == 100
+
+
+def test_dropped_turns_are_cut_out_of_a_parked_conversation_too():
+    cache, memory = make(1)
+    serve(cache, memory, SYSTEM + turn(1) + turn(2), turn(3), owner="a")
+    serve(cache, memory, SYSTEM + turn(9), owner="b")
+    assert serve(cache, memory, SYSTEM + turn(2) + turn(3) + turn(4), owner="a", trimmed=True) == 100
+
+
+def test_a_gap_is_never_closed_for_somebody_else_or_a_new_conversation():
+    cache, memory = make()
+    serve(cache, memory, SYSTEM + turn(1) + turn(2), turn(3), owner="a")
+    assert serve(cache, memory, SYSTEM + turn(2) + turn(3) + turn(4), owner="b", trimmed=True) == 20
+    assert serve(cache, memory, SYSTEM + turn(2) + turn(3) + turn(4), owner="a") > 20  # b's own work, by prefix
+    cache, memory = make()
+    serve(cache, memory, SYSTEM + turn(1) + turn(2), turn(3), owner="a")
+    assert serve(cache, memory, SYSTEM + turn(2), owner="a") == 20
+
+
+def test_shared_cells_are_not_moved_under_another_sequence():
+    cache, memory = make(3)
+    serve(cache, memory, SYSTEM + turn(1) + turn(2) + turn(3), owner="a")
+    serve(cache, memory, SYSTEM + turn(1) + turn(2) + turn(4), owner="b")  # shares 100 cells with a
+    assert serve(cache, memory, SYSTEM + turn(2) + turn(3) + turn(5), owner="a", trimmed=True) == 100
+    assert serve(cache, memory, SYSTEM + turn(1) + turn(2) + turn(4) + [7], owner="b") == 140
+
+
+def test_without_shifting_a_trimmed_prompt_is_computed_from_the_gap_on():
+    cache, memory = make(can_shift=False)
+    serve(cache, memory, SYSTEM + turn(1) + turn(2), turn(3), owner="a")
+    assert serve(cache, memory, SYSTEM + turn(2) + turn(3) + turn(4), owner="a", trimmed=True) == 20
+
+
+def test_a_recurrent_state_is_reused_whole_or_not_at_all():
+    cache, memory = make(can_shift=False, can_cut=False)
+    serve(cache, memory, SYSTEM + turn(1), turn(2), owner="a")
+    assert serve(cache, memory, SYSTEM + turn(1) + turn(2) + turn(3), owner="a") == 100
+    assert serve(cache, memory, SYSTEM + turn(1) + turn(4), owner="a") == 20
+
+
+def test_afresh_reuses_the_opening_alone():
+    cache, memory = make()
+    serve(cache, memory, SYSTEM + turn(1))
+    slot = cache.acquire(token_array(SYSTEM + turn(1) + [1]), afresh=True)
+    assert len(slot) == 20
+    cache.release(slot)
+    assert len(cache.acquire(token_array(turn(1)), afresh=True)) == 0
+
+
+def test_idle_sequences_can_be_freed_for_their_cells():
+    cache, memory = make(2)
+    serve(cache, memory, SYSTEM + turn(1))
+    assert cache.park_idle() and not cache.park_idle()
+    check(cache, memory)
+    assert serve(cache, memory, SYSTEM + turn(1) + [1]) == 60
+
+
+TOKENS = st.lists(st.integers(30, 33), min_size=1, max_size=SMALL_LOSS + SHORTEST_RUN)
+
+
+class Requests(RuleBasedStateMachine):
+    """Random conversations: begun, continued, edited, trimmed, cancelled, several at once."""
+
+    @initialize(n_slots=st.integers(1, 3), cache_kb=st.sampled_from([0, 8, 1000]), can_shift=st.booleans(), can_cut=st.booleans())
+    def begin(self, n_slots, cache_kb, can_shift, can_cut):
+        self.cache, self.memory = make(n_slots, cache_kb * 1024, can_shift=can_shift and can_cut, can_cut=can_cut)
+        self.turns = {owner: [] for owner in range(4)}
+        self.dropped = dict.fromkeys(range(4), 0)
+        self.at_work = []
+
+    @precondition(lambda self: self.cache.has_room())
+    @rule(owner=st.integers(0, 3), text=TOKENS)
+    def ask(self, owner, text):
+        turns = self.turns[owner]
+        turns.append(text)
+        kept = turns[self.dropped[owner] :]
+        prompt = token_array(SYSTEM + [token for part in kept for token in part])
+        slot = self.cache.acquire(prompt, owner, self.dropped[owner] > 0)
+        assert slot.tokens == prompt[: len(slot)] and len(slot) < len(prompt) and slot.busy
+        self.at_work.append((slot, prompt, owner))
+
+    @precondition(lambda self: self.at_work)
+    @rule(which=st.integers(0, 9), count=st.integers(1, 80))
+    def compute(self, which, count):
+        slot, prompt, _ = self.at_work[which % len(self.at_work)]
+        tokens = prompt[len(slot) : len(slot) + count] or token_array([count])
+        self.memory.compute(slot.id, tokens)
+        slot.tokens.extend(tokens)
+
+    @precondition(lambda self: self.at_work)
+    @rule(which=st.integers(0, 9))
+    def end(self, which):
+        slot, prompt, owner = self.at_work.pop(which % len(self.at_work))
+        if len(slot) > len(prompt):
+            self.turns[owner].append(list(slot.tokens[len(prompt) :]))
+        self.cache.release(slot)
+
+    @rule(owner=st.integers(0, 3), keep=st.integers(0, 5))
+    def edit(self, owner, keep):
+        del self.turns[owner][keep:]
+        self.dropped[owner] = min(self.dropped[owner], max(0, len(self.turns[owner]) - 1))
+
+    @rule(owner=st.integers(0, 3))
+    def drop_a_turn(self, owner):
+        if len(self.turns[owner]) > self.dropped[owner] + 1:
+            self.dropped[owner] += 1
+
+    @rule()
+    def free_cells(self):
+        self.cache.park_idle()
+
+    @invariant()
+    def books_and_cells_agree(self):
+        if hasattr(self, "cache"):
+            check(self.cache, self.memory)
+            assert {slot.id for slot in self.cache.slots if slot.busy} == {slot.id for slot, _, _ in self.at_work}
+            assert list(self.cache.opening.tokens) == SYSTEM
+
+
+TestRequests = Requests.TestCase
+TestRequests.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
