@@ -16,7 +16,7 @@ from typing import Callable, Iterable
 from .hardware import usable_cores
 from .kvcache import KVCache, Sequence, token_array
 from .model import ABORTED, NO_CELLS, Model
-from .sampling import Sampler, Sampling
+from .sampling import Logprob, Sampler, Sampling
 from .textstream import TextStream
 
 log = logging.getLogger(__name__)
@@ -89,6 +89,7 @@ class Reply:
         self.error: EngineError | None = None
         self.read, self.to_read = 0, n_prompt
         self.tokens: list[int] = []
+        self.logprobs: list[Logprob] = []
         self.cancelled = False
         self._engine = engine
         self._pieces: list[str] = []
@@ -433,7 +434,7 @@ class Engine:
     def _begin(self, task: _Task) -> None:
         if len(task.prompt) >= self.n_ctx:
             raise EngineError(f"the prompt has {len(task.prompt)} tokens, the window holds {self.n_ctx}")
-        task.sampler = task.sampler or Sampler(task.sampling, self.model.n_vocab)
+        task.sampler = task.sampler or self.model.sampler(task.sampling)
         task.text = task.text or TextStream(task.stop)
         task.sequence = self.cache.acquire(task.prompt, task.owner, task.trimmed, afresh=task.sampling.seed >= 0)
         reply, cached = task.reply, len(task.sequence)
@@ -509,7 +510,9 @@ class Engine:
             if task.unread > 0:
                 return
         try:
-            token = self.model.sample(task.sampler, self.model.output_index(parts, index))
+            token, logprob = self.model.sample(task.sampler, self.model.output_index(parts, index))
+            if logprob:
+                task.reply.logprobs.append(logprob)
             self._take_token(task, token)
         except Exception as error:
             self._finish(task, "error", _as_engine_error(error))
@@ -562,7 +565,10 @@ class Engine:
         if error:
             log.error("an answer failed: %s", error)
         if task.on_end:
-            task.on_end(reply)
+            try:
+                task.on_end(reply)
+            except Exception:
+                log.exception("what was to be done after an answer failed")
         reply.end(error)
 
     def _warm_follow(self, task: _Task) -> None:

@@ -315,7 +315,7 @@ def test_an_error_in_one_request_ends_that_request_alone(bot, monkeypatch):
     steady = ask(bot, "Count from one to ten.", max_tokens=30, owner="steady")
     until(lambda: steady.text)
     with monkeypatch.context() as patch:
-        patch.setattr("qwen_chat.engine.Sampler", lambda *_: 1 / 0)
+        patch.setattr("qwen_chat.model.Sampler", lambda *_: 1 / 0)
         failing = ask(bot, "Hello.", owner="failing")
         with pytest.raises(EngineError, match="division by zero"):
             "".join(failing)
