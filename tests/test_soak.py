@@ -35,14 +35,14 @@ class Person:
             self.messages = []
         elif luck < 0.3:
             del self.messages[2 * self.chance.randint(0, len(self.messages) // 2) :]
-        self.messages.append(user(self.text(60 if luck > 0.97 else 6)))
+        self.messages.append(user(self.text(60 if luck > 0.98 else 3)))
         if luck > 0.8:
             self.bot.engine.warm(self.number, self.bot.conversation.prompt(self.messages).tokens)
 
     def request(self) -> None:
         luck = self.chance.random()
         try:
-            reply = ask(self.bot, self.messages, Sampling(), self.chance.randint(1, 8), owner=self.number)
+            reply = ask(self.bot, self.messages, Sampling(), self.chance.randint(1, 4), owner=self.number)
         except Busy:
             self.outcomes["busy"] += 1
             self.messages.pop()
