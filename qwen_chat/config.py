@@ -7,12 +7,13 @@ found there, what is allowed, and the key that was probably meant.
 import difflib
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 DEFAULT_FILE = Path(__file__).resolve().parent.parent / "config.yaml"
 
@@ -21,11 +22,14 @@ Endpoint = Annotated[str, Field(pattern=r"^https?://[^\s/]+(/[^\s]*)?$")]
 Requirement = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+==[A-Za-z0-9._+!-]+$")]
 Threads = Literal["auto"] | Annotated[int, Field(ge=1, le=1024)]
 Text = Annotated[str, Field(min_length=1)]
+Secret = Annotated[SecretStr, Field(min_length=1)]
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/]+)$")]
 
 # What a pattern means, in words.
 PATTERNS = {
     r"^[0-9a-f]{64}$": "64 hexadecimal digits in lower case",
     r"^https?://[^\s/]+(/[^\s]*)?$": "an address that starts with https:// or http://",
+    r"^(\*|https?://[^\s/]+)$": "'*', or an address such as https://example.org with nothing after it",
     r"^[A-Za-z0-9._-]+==[A-Za-z0-9._+!-]+$": "a pinned package, name==version",
     r"^[^/\s]+/[^/\s]+$": "owner/name",
     r"^[^/\\]+\.gguf$": "a file name that ends in .gguf",
@@ -126,8 +130,15 @@ class Chat(Section):
     ]
 
 
+class Login(Section):
+    """Who may open the page."""
+
+    user: Text
+    password: Secret = Field(repr=False)
+
+
 class Server(Section):
-    """Where the page is served, and to how many at once."""
+    """Where the page and the API are served, and to whom. What is marked repr=False is told to nobody."""
 
     host: Text = "0.0.0.0"
     port: int = Field(7860, ge=1, le=65535)
@@ -136,6 +147,22 @@ class Server(Section):
     share: bool = False
     root_path: str = Field("", pattern=r"^(/[^\s?#]*)?$")
     log_level: Literal["debug", "info", "warning"] = "info"
+    auth: list[Login] = Field([], repr=False)
+    api_key: list[Secret] = Field([], repr=False)
+    api_key_file: Text | None = None
+    cors_origins: list[Origin] = []
+    max_body_mb: int = Field(1, ge=1, le=1024)
+
+    def api_keys(self) -> list[str]:
+        """The keys of the API, also those in the file: one a line. Raises OSError or ValueError where it cannot be used."""
+        keys = [key.get_secret_value() for key in self.api_key]
+        if self.api_key_file:
+            lines = [line.strip() for line in Path(self.api_key_file).read_text(encoding="utf-8").splitlines()]
+            found = [line for line in lines if line and not line.startswith("#")]
+            if not found:
+                raise ValueError("no key in it")
+            keys += found
+        return keys
 
 
 class Config(Section):
@@ -161,7 +188,13 @@ def load(file: str | os.PathLike | None = None, environ=os.environ) -> Config:
         faults += _apply_environment(settings, name, environ.get(name))
     if faults:
         raise ConfigError(faults)
-    return Config.model_validate(settings)
+    config = Config.model_validate(settings)
+    try:
+        config.server.api_keys()
+    except (OSError, ValueError) as error:
+        reason = "not UTF-8 text" if isinstance(error, UnicodeError) else getattr(error, "strerror", None) or error
+        raise ConfigError([f"{file.name}: server.api_key_file: {config.server.api_key_file!r} found; it cannot be used: {reason}; allowed: a file with one key a line"])
+    return config
 
 
 def load_or_exit(file: str | os.PathLike | None = None) -> Config:
@@ -209,7 +242,8 @@ def _read(file: Path) -> dict:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError([f"{file.name}: {where}not valid YAML: {error.problem or error.context}"])
+        problem = re.sub(r"(alias|anchor|tag) '.*'", r"\1", error.problem or error.context)  # it may be part of a password
+        raise ConfigError([f"{file.name}: {where}not valid YAML: {problem}"])
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError([f"{file.name}: not valid YAML: {' '.join(str(error).split())}"])
     if settings is None:
@@ -251,7 +285,7 @@ def _contradictions(settings: dict, known: set[str]) -> list[str]:
 
 def _line(error: dict) -> str:
     """One pydantic error as `key.path: what was found; allowed: what is allowed`."""
-    path, field, known = [], Config, True
+    path, field, known, secret = [], Config, True, False
     for part in error["loc"]:
         step = _child(field, part)
         if step is None and error["type"] == "extra_forbidden":
@@ -260,14 +294,15 @@ def _line(error: dict) -> str:
         if step is None:
             break
         path.append(f"[{part}]" if isinstance(part, int) else str(part))
-        field = step
+        field, secret = step, secret or getattr(step, "repr", True) is False
     name = ".".join(path).replace(".[", "[") or f"the key {error['loc'][0]!r}"
     if not known:
         keys = list(field.model_fields)
         return f"{name}: no such key;{_did_you_mean(path[-1], keys, '.'.join(path[:-1]))} allowed: {', '.join(keys)}"
     if error["type"] == "missing":
         return f"{name}: missing; needed: {_allowed(field)}"
-    return f"{name}: {_shown(error['input'])} found; allowed: {_allowed(field)}"
+    found = "something else" if secret else _shown(error["input"])
+    return f"{name}: {found} found; allowed: {_allowed(field)}"
 
 
 def _child(field: Any, part: str | int) -> Any:
@@ -317,7 +352,8 @@ def _words(schema: dict) -> str:
     if kind == "array":
         most = f", at most {schema['maxItems']}" if "maxItems" in schema else ""
         items = schema.get("items", {})
-        return f"a list{most} of: {_words(items) if '$ref' not in items else 'name, packages, members, sha256'}"
+        parts = schema.get("$defs", {}).get(items.get("$ref", "").rpartition("/")[2], {}).get("properties")
+        return f"a list{most} of: {', '.join(parts) if parts else _words(items)}"
     if kind == "string":
         return PATTERNS.get(schema.get("pattern"), "text" if not schema.get("minLength") else "text that is not empty")
     return {"boolean": "true or false", "null": "null"}.get(kind, "a section with its keys indented below")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
+QUESTION = 48  # tokens kept free for the next question when turns are dropped
 SMALLEST_ANSWER = 64  # tokens that a long message must leave for its answer
 REMEMBERED = 1024  # texts whose tokens are kept at hand
 MARK = re.compile("\ue000(\\d+)\ue001")  # where a message's text goes; private-use characters
@@ -75,16 +76,21 @@ class ChatTemplate:
             pieces.append(self._tokens(after, special=True))
         return pieces
 
+    def plain(self, text: str) -> list[int]:
+        """Token ids of `text` alone, which begin as the model wants every text to begin."""
+        return self._bos + self._model.tokenize(text)
+
     def remember(self, text: str, tokens: list[int]) -> None:
         """Has `text`, when it is in a later prompt, stand for exactly the tokens the model chose for it."""
         self._keep((text, False), list(tokens))
 
     def _tokens(self, text: str, special: bool = False) -> list[int]:
         key = (text, special)
-        if key in self._known:
+        try:
             self._known.move_to_end(key)
             return self._known[key]
-        return self._keep(key, self._model.tokenize(text, special))
+        except KeyError:  # not known, or just dropped by another thread
+            return self._keep(key, self._model.tokenize(text, special))
 
     def _keep(self, key: tuple[str, bool], tokens: list[int]) -> list[int]:
         self._known[key] = tokens
@@ -135,10 +141,42 @@ class Conversation:
         tokens = sum(self.template.render(view), [])
         return Prompt(tokens, room, start, self._follow(view), list(self._config.generation.stop))
 
+    def whole(self, messages: list[dict]) -> Prompt:
+        """The prompt for the answer to all of `messages` as they are, with all the room that is left.
+
+        Raises TooLong where they leave none.
+        """
+        view = flatten(messages)
+        if not any(message["role"] == "system" for message in view):
+            view = [*self._system(), *view]
+        return self._with_room(sum(self.template.render(view), []), self._follow(view))
+
+    def plain(self, text: str) -> Prompt:
+        """The prompt for the continuation of `text`, with no template around it."""
+        return self._with_room(self.template.plain(text), [])
+
+    def _with_room(self, tokens: list[int], follow: list[int]) -> Prompt:
+        room = self._engine.n_ctx - len(tokens)
+        if room < 1:
+            raise TooLong(len(tokens), self._engine.n_ctx - 1)
+        return Prompt(tokens, room, 0, follow, list(self._config.generation.stop))
+
     def remember(self, reply) -> None:
         """Keeps an answer's own tokens, so that the next turn's prompt has them unchanged."""
         if reply.tokens and reply.text:
             self.template.remember(reply.text, reply.tokens)
+
+    def after(self, reply, messages: list[dict], owner: object) -> None:
+        """Prepares the next turn of a conversation that has just been answered: if that will have to drop turns,
+        they are dropped now, while the answer is read."""
+        self.remember(reply)
+        if not reply.text:
+            return
+        answered = [*messages, {"role": "assistant", "content": reply.text}, {"role": "user", "content": ""}]
+        ahead = self.prompt(answered)
+        if ahead.dropped > self.prompt(messages).dropped:
+            end = len(self.template.render([{"role": "user", "content": ""}])[-1])
+            self._engine.warm(owner, ahead.tokens[: len(ahead.tokens) - end], trimmed=True)
 
     def _system(self) -> list[dict]:
         text = self._config.chat.system_prompt
@@ -157,13 +195,17 @@ class Conversation:
     def _first_that_fits(self, costs: list[int], start: int, room: int) -> int:
         """The first turn to keep. Where the model cannot shift its cache every drop means computing all
         anew, so then half the room is freed at once, and the same again only when that is used up."""
+
+        def size(end: int) -> int:
+            return sum(costs[start : end - 1]) + max(costs[end - 1], QUESTION)
+
         if self._engine.can_shift:
-            while start < len(costs) - 1 and sum(costs[start:]) > room:
+            while start < len(costs) - 1 and size(len(costs)) > room:
                 start += 1
             return start
         for end in range(1, len(costs) + 1):
-            if sum(costs[start:end]) > room:
-                while start < end - 1 and sum(costs[start:end]) > room // 2:
+            if size(end) > room:
+                while start < end - 1 and size(end) > room // 2:
                     start += 1
         return start
 

@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 
 STEP_SECONDS = 0.2  # a prompt's chunk takes about this long while other answers flow
 WARM_SECONDS = 0.1  # and this long when it is only computed ahead: a real request waits no longer
-SMALLEST_CHUNK = 8  # tokens
+SMALLEST_CHUNK = 4  # tokens
+FIRST_CHUNK = 32  # tokens, before anything was measured
 MOST_WARM = 64  # texts computed ahead that may wait at once
 
 
@@ -228,6 +229,8 @@ class Engine:
         self.model: Model | None = None
         self.cache: KVCache | None = None
         self.n_ctx = runtime.n_ctx
+        self.on_answer: list[Callable[[Reply], None]] = []  # called by the decode thread after every answer
+        self.rejected = 0  # requests that met a full line
         self.ready = threading.Event()
         self.ended = threading.Event()
         self._find_weights = find_weights
@@ -240,7 +243,8 @@ class Engine:
         self._closing = False
         self._active: list[_Task] = []
         self._computing: set[Reply] = set()  # whose prompts the running decode reads
-        self._prompt_speed = 0.0  # tokens/s, of late
+        self._step_cost = 0.0  # seconds of a step that reads no prompt, of late
+        self._token_cost = 0.0  # seconds that each prompt token adds to it
 
     # From any thread
 
@@ -279,6 +283,7 @@ class Engine:
             if self.error or self._closing:
                 raise EngineError(f"the engine has ended: {self.error or 'it was closed'}")
             if self._n_open >= self.runtime.parallel + self.queue_size:
+                self.rejected += 1
                 raise Busy(f"{self._n_open} answers are running or waiting, which is as many as may; try again in a moment")
             self._n_open += 1
             self._warm.pop(owner, None)
@@ -322,6 +327,11 @@ class Engine:
     def can_shift(self) -> bool:
         """Whether turns can be dropped from the middle of the cache without computing the rest anew."""
         return bool(self.model and self.model.can_shift)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing left to do, not even ahead of time."""
+        return not (self._n_open or self._warm)
 
     @property
     def running(self) -> int:
@@ -479,8 +489,10 @@ class Engine:
         return plan
 
     def _chunk(self, seconds: float) -> int:
-        """How many prompt tokens take about that long on this machine."""
-        expected = int(self._prompt_speed * seconds) if self._prompt_speed else SMALLEST_CHUNK * 4
+        """How many prompt tokens a step of about that long can read on this machine."""
+        if not self._token_cost:
+            return min(FIRST_CHUNK, self.model.n_batch)
+        expected = int((seconds - self._step_cost) / self._token_cost)
         return min(max(SMALLEST_CHUNK, expected), self.model.n_batch)
 
     def _decode(self, parts, reading: set[Reply]) -> int:
@@ -496,11 +508,14 @@ class Engine:
             for seq, position, _, _ in parts:  # a step counts whole or not at all
                 self.model.seq_rm(seq, position, -1)
             return status
-        tokens = sum(len(part[2]) for part in parts)
-        if tokens >= SMALLEST_CHUNK:
-            speed = tokens / seconds
-            self._prompt_speed = speed if not self._prompt_speed else 0.7 * self._prompt_speed + 0.3 * speed
+        self._learn_cost(seconds, sum(len(tokens) for _, _, tokens, _ in parts), bool(reading) or not self._active)
         return status
+
+    def _learn_cost(self, seconds: float, tokens: int, reads: bool) -> None:
+        if not reads:
+            self._step_cost = _smoothed(self._step_cost, seconds)
+        elif tokens >= 2 * SMALLEST_CHUNK and seconds > self._step_cost:
+            self._token_cost = _smoothed(self._token_cost, (seconds - self._step_cost) / tokens)
 
     def _advance(self, task: _Task, tokens, parts, index: int) -> None:
         """Books what was computed for a request, and takes its next token when it has read its prompt."""
@@ -564,9 +579,9 @@ class Engine:
         )
         if error:
             log.error("an answer failed: %s", error)
-        if task.on_end:
+        for tell in filter(None, [task.on_end, *self.on_answer]):
             try:
-                task.on_end(reply)
+                tell(reply)
             except Exception:
                 log.exception("what was to be done after an answer failed")
         reply.end(error)
@@ -646,6 +661,10 @@ class Engine:
         """Ends a request without touching a model that may be broken."""
         task.sequence = task.sampler = task.text = None
         self._finish(task, "error", error)
+
+
+def _smoothed(before: float, now: float) -> float:
+    return 0.7 * before + 0.3 * now if before else now
 
 
 def _as_engine_error(error: Exception) -> EngineError:

@@ -1,4 +1,4 @@
-"""What this machine really grants: the cores a process may use."""
+"""What this machine really grants: the cores and the memory a process may use."""
 
 import os
 from pathlib import Path
@@ -34,6 +34,20 @@ def cpu_quota(root: Path = CGROUP) -> float | None:
     quotas = [_quota_v2(folder) for folder in _own_groups(root)] + [_quota_v1(root / "cpu")]
     quotas = [quota for quota in quotas if quota]
     return min(quotas) if quotas else None
+
+
+def memory_limit(root: Path = CGROUP) -> int | None:
+    """A container's memory limit in bytes, as cgroup v2 or v1 states it; None where there is no limit."""
+    files = [folder / "memory.max" for folder in _own_groups(root)] + [root / "memory" / "memory.limit_in_bytes"]
+    limits = [limit for limit in map(_number, files) if limit and limit < psutil.virtual_memory().total]
+    return min(limits, default=None)
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _own_groups(root: Path) -> list[Path]:

@@ -181,13 +181,13 @@ class KVCache:
         return _Match(self.opening, False, len(self.opening)) if whole else None
 
     def _match(self, holder: Sequence | Parked, prompt: array, owner: object, trimmed: bool) -> _Match:
-        own = holder.owner == owner
+        own = owner is not None and holder.owner == owner
         prefix = common_prefix(holder.tokens, prompt)
         if not self.memory.can_cut and prefix < len(holder.tokens):
             prefix = 0
         plain = _Match(holder, own, prefix)
         at_work = isinstance(holder, Sequence) and holder.busy
-        if at_work or not (trimmed and own and owner is not None and self.memory.can_shift):
+        if at_work or not (trimmed and own and self.memory.can_shift):
             return plain
         return max([plain, *_runs_after_gap(plain, prompt)], key=lambda match: match.reused)
 

@@ -14,6 +14,8 @@ from typing import Callable
 import llama_cpp
 import numpy as np
 
+from .sampling import Logprob, Sampler, Sampling
+
 log = logging.getLogger(__name__)
 llama_log = logging.getLogger("llama.cpp")
 
@@ -47,6 +49,7 @@ class Model:
 
     def __init__(self, path: Path, runtime, progress: Callable[[float], bool] = lambda fraction: True):
         llama_cpp.llama_log_set(_to_logging, ctypes.c_void_p(0))
+        log.info("llama.cpp computes with its %s code", load_cpu_code())
         llama_cpp.llama_backend_init()
         self.path = path
         self._context = self._batch = None
@@ -137,7 +140,11 @@ class Model:
         """The index of the last token of `parts[part]`, under which its logits are found."""
         return sum(len(tokens) for _, _, tokens, _ in parts[: part + 1]) - 1
 
-    def sample(self, sampler, index: int) -> int:
+    def sampler(self, settings: Sampling) -> Sampler:
+        return Sampler(settings, self._vocab, self.n_vocab)
+
+    def sample(self, sampler: Sampler, index: int) -> tuple[int, Logprob | None]:
+        """The next token by `sampler` from the logits of batch token `index`."""
         return sampler.sample(self._context, index)
 
     def abort(self) -> None:
@@ -226,6 +233,29 @@ class _Batch:
             start = end
         self._batch.n_tokens = start
         return self._batch
+
+
+def load_cpu_code() -> str:
+    """Loads llama.cpp's code for this machine's processor, where it is built for several; returns its name.
+
+    Such a build (GGML_CPU_ALL_VARIANTS) has a library for each generation of processors, but looks for them
+    only beside the Python executable. "native" is code that is part of llama.cpp itself.
+    """
+    if os.name != "posix":
+        return "native"
+    library, package = llama_cpp.llama_cpp._lib, Path(llama_cpp.__file__).parent
+    find = library.ggml_backend_reg_by_name
+    find.restype = ctypes.c_void_p
+    for folder in (package / "lib", package.parent / "bin"):
+        if not find(b"CPU") and any(folder.glob("*ggml-cpu-*")):
+            library.ggml_backend_load_all_from_path(os.fsencode(folder))
+
+    class Info(ctypes.Structure):  # Dl_info, whose first field is the name of the file
+        _fields_ = [("file", ctypes.c_char_p), ("others", ctypes.c_void_p * 3)]
+
+    info = Info()
+    ctypes.CDLL(None).dladdr(ctypes.c_void_p(find(b"CPU")), ctypes.byref(info))
+    return Path(os.fsdecode(info.file or b"")).stem.partition("ggml-cpu-")[2] or "native"
 
 
 def _load(path: Path, runtime, progress: Callable[[float], bool]):

@@ -99,7 +99,11 @@ class Sampler:
         alone["id"] = token
         self._apply(alone, self._grammar)
         if np.isneginf(alone["logit"][0]):
-            token = self._apply(_candidates(logits), self._grammar, self._chain)
+            fitting = _candidates(logits)
+            self._apply(fitting, self._grammar)
+            if np.isneginf(fitting["logit"]).all():
+                raise ValueError("no token fits the grammar")  # llama.cpp would end the process
+            token = self._apply(fitting, self._chain)
         llama_cpp.llama_sampler_accept(self._grammar, token)
         llama_cpp.llama_sampler_accept(self._chain, token)
         return token

@@ -80,6 +80,8 @@ def find(model: Model, report: Report = lambda progress: None) -> Weights:
     if model.path is not None:
         path = _given(model.path)
         return Weights(path, path.stem, None)
+    if path := _in_image(model):
+        return Weights(path, path.stem, None)
     report(Progress("looking", model.filename, 0, None))
     tried: list[str] = []
     path = _at_hand(model, report, tried) or _from_endpoints(model, report, tried)
@@ -118,6 +120,26 @@ def _given(value: str) -> Path:
     if fault:
         raise WeightsError(f"model.path: {path}: {fault}. Give the path of a .gguf file, or null to have one fetched.")
     return path
+
+
+def identity(model: Model) -> list:
+    """Which model the configuration names, wherever that may come from."""
+    return [model.repo_id, model.filename, model.revision, model.sha256]
+
+
+def _in_image(model: Model) -> Path | None:
+    """What a container image has in models/: a file mounted there, else the one built in by deploy/bake.py, which
+    was checked then. None outside an image, and where the configuration names a model of its own."""
+    try:
+        image = json.loads((ROOT / "image.json").read_text())
+    except FileNotFoundError:
+        return None
+    if identity(model) not in image["stands_for"]:
+        return None
+    files = sorted((ROOT / "models").glob("*.gguf"), key=lambda file: (file.name == image["built_in"], file.name))
+    if files and (fault := _fault(files[0], None)):
+        raise WeightsError(f"{files[0]}: {fault}")
+    return files[0] if files else None
 
 
 def _at_hand(model: Model, report: Report, tried: list[str]) -> Path | None:

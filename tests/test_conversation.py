@@ -1,6 +1,10 @@
+import time
+from array import array
+
 import pytest
 
 from qwen_chat.conversation import Conversation, TooLong, flatten
+from qwen_chat.sampling import Sampling
 
 
 def user(text):
@@ -146,3 +150,21 @@ def test_without_shifting_half_the_room_is_freed_at_once_and_stays_so(bot):
     changes = sum(a != b for a, b in zip(dropped, dropped[1:]))
     assert dropped[-1] > 5 and changes <= 4
     assert dropped == sorted(dropped)
+
+
+def test_turns_that_the_next_question_would_drop_are_dropped_while_the_answer_is_read(make_bot):
+    bot = make_bot(runtime={"n_ctx": 256, "parallel": 1}, generation={"max_tokens": 64})
+    messages, ahead = [], 0
+    for number in range(9):
+        messages.append(user(f"Say something about topic {number}."))
+        prompt = bot.conversation.prompt(messages)
+        if prompt.trimmed and number > 5:
+            ahead += bot.engine.cache.covers(array("i", prompt.tokens[:-16]))
+        reply = bot.engine.stream(
+            prompt.tokens, Sampling(temperature=0), 12, owner="me", trimmed=prompt.trimmed, follow=prompt.follow,
+            on_end=lambda reply: bot.conversation.after(reply, messages, "me"),
+        )
+        messages.append(answer("".join(reply)))
+        while not bot.engine.idle:
+            time.sleep(0.01)
+    assert prompt.dropped > 2 and ahead == 3

@@ -1,0 +1,119 @@
+"""The program on one page: settings -> engine -> respond() -> chat page -> web server."""
+
+import logging
+import signal
+import socket
+import sys
+import threading
+from functools import partial
+
+from qwen_chat import weights
+from qwen_chat.config import load_or_exit
+from qwen_chat.conversation import Conversation, TooLong
+from qwen_chat.engine import Busy, Engine, EngineError
+from qwen_chat.sampling import Sampling
+
+config = load_or_exit()
+engine = Engine(config.runtime, partial(weights.find, config.model), config.server.queue_size, lambda: conversation.opening())
+conversation = Conversation(engine, config)
+sampling = Sampling.from_config(config)
+
+if __name__ == "__main__":
+    logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    engine.start()  # the model loads while the page's library is imported
+
+import gradio as gr  # noqa: E402
+
+from qwen_chat import api, ui  # noqa: E402
+
+log = logging.getLogger("app")
+
+
+async def respond(message: str, history: list[dict], request: gr.Request):
+    """Streams the answer to `message`, and at its end the figures; whatever fails becomes a message."""
+    words = demo.words(request)
+    reply, answer = None, ""
+    try:
+        async for state in ui.settling(engine):
+            yield ui.status(words.state(state))
+        await engine.wait_ready()
+        messages, session = [*history, {"role": "user", "content": message}], request.session_hash
+        prompt = conversation.prompt(messages)
+        reply = engine.stream(
+            prompt.tokens, sampling, prompt.max_tokens, prompt.stop, owner=session, trimmed=prompt.trimmed,
+            follow=prompt.follow, on_end=lambda reply: conversation.after(reply, messages, session),
+        )
+        async for text in ui.pieces(reply, history):
+            answer += text
+            if answer:
+                yield answer
+            elif waiting := words.waiting(reply):
+                yield ui.status(waiting)
+        yield ui.answer(answer, words.figures(reply.stats, engine.info.n_ctx, prompt.dropped))
+        if not answer:
+            yield ui.notice(words("empty"))
+    except Exception as error:
+        notice = ui.notice(_apology(error, words))
+        yield [ui.answer(answer), notice] if answer else notice
+    finally:
+        if reply:
+            reply.cancel()  # Stop, a closed page, or nothing left to cancel
+
+
+def _apology(error: Exception, words) -> str:
+    """What is said in place of an answer."""
+    if isinstance(error, Busy):
+        return words("busy")
+    if isinstance(error, TooLong):
+        return words("too_long", size=f"{error.size:,}", limit=f"{error.limit:,}")
+    if isinstance(error, EngineError):
+        return words("failed", reason=error)
+    log.error("an answer failed", exc_info=error)
+    return words("broken")
+
+
+def typed(message: str, history: list[dict], request: gr.Request) -> None:
+    """Computes ahead what is being typed, so that only its last few tokens are left when it is sent."""
+    if engine.state.phase == "ready":
+        prompt = conversation.prompt([*history, {"role": "user", "content": message}])
+        engine.warm(request.session_hash, prompt.tokens, prompt.trimmed)
+
+
+demo = ui.ChatPage(respond, typed, engine, config)
+
+
+def main() -> int:
+    """Serves the page until a signal or a failed engine ends it; returns the exit status."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    if taken := _taken(config.server.host, config.server.port):
+        print(taken, file=sys.stderr)
+        return 2
+    engine.start()
+    demo.launch(app_kwargs=api.beside_the_page(engine, conversation, config), prevent_thread_lock=True)
+    log.info("the page is at %s", demo.local_url)
+    while not (stop.wait(0.2) or engine.ended.is_set()):
+        pass
+    if engine.error:
+        print(engine.error, file=sys.stderr)
+        stop.wait(2)  # so that open pages can say it
+    demo.close(verbose=False)
+    engine.close()
+    return 0 if not engine.error else 3 if isinstance(engine.error, weights.WeightsError) else 1
+
+
+def _taken(host: str, port: int) -> str | None:
+    """Why the page cannot be served at this address; None where it can."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return f"{host}:{port} cannot be used: {error.strerror or error}. Another program may be using it; server.port in config.yaml, or PORT, names another."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,373 @@
+"""What programs ask for over HTTP: OpenAI's API under /v1, /health and /metrics.
+
+It is an application of its own, which gets its requests before the page does: the page's login, its
+compression and its open CORS rules do not concern it. Both share the engine, its queue and its cache.
+"""
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from . import __version__, json_grammar, openai_form
+from .conversation import TooLong
+from .engine import Busy, EngineError, Reply
+from .metrics import Metrics
+from .openai_form import ApiError, ChatRequest, TextRequest
+from .sampling import GREATEST_SEED, Sampling
+from .shapes import ChatShape, Shape, TextShape
+
+log = logging.getLogger(__name__)
+
+BODY_SECONDS = 30  # for the whole of a request's body to come in
+KEEP_ALIVE_SECONDS = 10  # between two signs of life of a stream that waits
+LINGER_SECONDS, LINGER_BYTES = 5, 64 * 2**20  # how long and how much of a refused body is still read, to be dropped
+RETRY_BUSY, RETRY_LOADING = 2, 5  # seconds
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repeat_penalty", "repeat_last_n", "frequency_penalty", "presence_penalty")
+OPEN = "/health"  # asked without a key, by a container's health check
+
+
+def beside_the_page(engine, conversation, config) -> dict:
+    """For the page's `launch(app_kwargs=...)`: serves the API at the page's address and port."""
+    api = Api(engine, conversation, config).app
+
+    @asynccontextmanager
+    async def lifespan(page: Starlette):
+        page.middleware_stack = _Fork(api, page.middleware_stack)
+        yield
+
+    return {"lifespan": lifespan}
+
+
+class _Fork:
+    def __init__(self, api: ASGIApp, page: ASGIApp):
+        self.api, self.page = api, page
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        ours = scope["type"] == "http" and (path in ("/v1", "/metrics", "/health") or path.startswith("/v1/"))
+        await (self.api if ours else self.page)(scope, receive, send)
+
+
+class Api:
+    """The API on an engine; `app` is its ASGI application."""
+
+    def __init__(self, engine, conversation, config):
+        self.engine = engine
+        self.conversation = conversation
+        self.metrics = Metrics(engine)
+        self._sampling = Sampling.from_config(config)
+        self._longest = config.generation.max_tokens
+        self._most_bytes = config.server.max_body_mb * 2**20
+        self._started = int(time.time())
+        server = config.server
+        guard = Middleware(_Guard, keys=server.api_keys(), closed=bool(server.auth))
+        cors = Middleware(CORSMiddleware, allow_origins=server.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+        self.app = Starlette(
+            routes=[
+                Route("/health", self.health),
+                Route("/metrics", self.figures),
+                Route("/v1/openapi.json", self.document),
+                Route("/v1/models", self.models),
+                Route("/v1/models/{name:path}", self.models),
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/completions", self.complete, methods=["POST"]),
+            ],
+            middleware=[Middleware(_Linger), *([cors] if server.cors_origins else []), guard],
+            exception_handlers={ApiError: _error, HTTPException: _http_error, ClientDisconnect: _gone, Exception: _broken},
+        )
+        self.app.router.redirect_slashes = False
+
+    async def health(self, request: Request) -> Response:
+        """200 when a question would be answered, 503 while it would not."""
+        engine, state = self.engine, self.engine.state
+        if state.phase == "ready":
+            return JSONResponse({"status": "ok", "model": engine.info.name, "version": __version__})
+        if state.phase in ("failed", "closed"):
+            return JSONResponse({"status": "failed", "error": str(engine.error or "closed"), "version": __version__}, 503)
+        return JSONResponse({"status": "loading", "phase": state.phase, "fraction": state.fraction, "version": __version__}, 503)
+
+    async def figures(self, request: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def document(self, request: Request) -> Response:
+        return JSONResponse(openai_form.document(__version__))
+
+    async def models(self, request: Request) -> Response:
+        self._check_ready()
+        info, wanted = self.engine.info, request.path_params.get("name")
+        model = {"id": info.name, "object": "model", "created": self._started, "owned_by": "qwen-chat"}
+        if wanted is None:
+            return JSONResponse({"object": "list", "data": [model]})
+        if wanted != info.name:
+            raise ApiError(404, f"there is no model of that name; {info.name} is the only one", "model", "model_not_found")
+        return JSONResponse(model)
+
+    async def chat(self, request: Request) -> Response:
+        self._check_ready()
+        form = openai_form.read(ChatRequest, await self._body(request))
+        messages = [message.plain() for message in form.messages]
+        return await self._answer(request, form, ChatShape, "messages", lambda: self.conversation.whole(messages))
+
+    async def complete(self, request: Request) -> Response:
+        self._check_ready()
+        form = openai_form.read(TextRequest, await self._body(request))
+        return await self._answer(request, form, TextShape, "prompt", lambda: self.conversation.plain(form.text))
+
+    async def _answer(self, request: Request, form, shape: type[Shape], param: str, prompt) -> Response:
+        try:
+            made = await asyncio.to_thread(prompt)  # long text takes long to split into tokens
+        except TooLong as error:
+            raise ApiError(400, f"{param}: {error.size} tokens, and the window holds {error.limit} beside an answer; shorten it", param, "context_length_exceeded")
+        except ValueError as error:
+            raise ApiError(400, f"{param}: {error}", param, "invalid_value")
+        longest = min(form.longest or self._longest, made.max_tokens)
+        stop = made.stop if form.stops is None else form.stops
+        reply = self._ask(made.tokens, self._settings(form), longest, stop, follow=made.follow, on_end=self.conversation.remember)
+        answer = shape(reply, self.engine)
+        if form.stream:
+            return _EventStream(reply, _events(reply, answer, form.wants_usage))
+        return await _whole(request, reply, answer)
+
+    def _ask(self, *what, **how) -> Reply:
+        try:
+            return self.engine.stream(*what, **how)
+        except Busy as error:
+            raise ApiError(429, str(error), code="busy", headers={"Retry-After": str(RETRY_BUSY)})
+        except EngineError as error:
+            raise ApiError(503, str(error), code="not_ready")
+
+    def _check_ready(self) -> None:
+        state = self.engine.state
+        if state.phase in ("failed", "closed"):
+            raise ApiError(503, f"the engine has ended: {self.engine.error or 'it was closed'}", code="not_ready")
+        if state.phase != "ready":
+            raise ApiError(503, "the model is not loaded yet; try again in a moment", code="loading", headers={"Retry-After": str(RETRY_LOADING)})
+
+    async def _body(self, request: Request) -> bytes:
+        """The body of a request, of which no more than the limit is kept."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # also keeps pages of other sites from sending one unasked
+            raise ApiError(415, "the request must be JSON, with the header Content-Type: application/json")
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and int(length[:20]) > self._most_bytes:
+            raise self._too_large()
+        try:
+            return await asyncio.wait_for(self._read(request), BODY_SECONDS)
+        except asyncio.TimeoutError:
+            raise ApiError(408, f"the request's body did not come within {BODY_SECONDS} seconds")
+
+    async def _read(self, request: Request) -> bytes:
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self._most_bytes:
+                raise self._too_large()
+        return bytes(body)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the request's body is larger than {self._most_bytes // 2**20} MiB, server.max_body_mb", code="request_too_large")
+
+    def _settings(self, form) -> Sampling:
+        given = {name: getattr(form, name) for name in SETTINGS if getattr(form, name) is not None}
+        if form.seed is not None:
+            given["seed"] = form.seed if form.seed < 0 else form.seed % (GREATEST_SEED + 1)
+        return replace(
+            self._sampling, **given, logit_bias=self._biases(form.logit_bias or {}),
+            grammar=_grammar(getattr(form, "response_format", None)), top_logprobs=form.alternatives,
+        )
+
+    def _biases(self, given: dict[str, float]) -> tuple[tuple[int, float], ...]:
+        n_vocab = self.engine.model.n_vocab
+        for token in given:
+            if int(token) >= n_vocab:
+                raise ApiError(400, f"logit_bias.{token}: the model's tokens are numbered 0 to {n_vocab - 1}", f"logit_bias.{token}", "invalid_value")
+        return tuple((int(token), float(bias)) for token, bias in given.items())
+
+
+def _grammar(wanted) -> str:
+    if wanted is None or wanted.type == "text":
+        return ""
+    if wanted.type == "json_object":
+        return json_grammar.any_object()
+    try:
+        return json_grammar.from_schema(wanted.json_schema.schema_)
+    except json_grammar.SchemaError as error:
+        param = "response_format.json_schema.schema"
+        raise ApiError(400, f"{param}: {error}", param, "unsupported_schema")
+
+
+async def _whole(request: Request, reply: Reply, answer: Shape) -> Response:
+    watch = asyncio.ensure_future(_cancel_when_gone(request, reply))
+    try:
+        async for _ in reply:
+            pass
+    except EngineError as error:
+        raise ApiError(500, str(error), code="engine_error")
+    finally:
+        watch.cancel()
+    if reply.stats.finish_reason == "cancelled":
+        raise ApiError(503, "the answer was cancelled", code="cancelled")
+    return _Json(answer.whole())
+
+
+async def _cancel_when_gone(request: Request, reply: Reply) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    reply.cancel()
+
+
+async def _events(reply: Reply, answer: Shape, usage: bool) -> AsyncIterator[str]:
+    """Server-sent events of an answer on its way."""
+    empty = {"usage": None} if usage else {}
+    try:
+        async with aclosing(_patiently(reply)) as pieces:
+            async for text in pieces:
+                yield _event({**answer.chunk(text), **empty}) if text else ": still waiting\n\n"
+        if reply.stats.finish_reason == "cancelled":
+            raise EngineError("the answer was cancelled")
+    except EngineError as error:
+        yield _event(ApiError(500, str(error), code="engine_error").body)
+        return
+    yield _event({**answer.last_chunk(), **empty})
+    if usage:
+        yield _event(answer.usage_chunk())
+    yield "data: [DONE]\n\n"
+
+
+async def _patiently(reply: Reply) -> AsyncIterator[str]:
+    """The pieces of a reply; "" now and then while none comes."""
+    source = aiter(reply)
+    while True:
+        step = asyncio.ensure_future(anext(source, None))
+        try:
+            while not (await asyncio.wait({step}, timeout=KEEP_ALIVE_SECONDS))[0]:
+                yield ""
+            text = step.result()
+        finally:
+            step.cancel()
+        if text is None:
+            return
+        yield text
+
+
+class _EventStream(StreamingResponse):
+    """Cancels the reply when the response ends, however it does."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, reply: Reply, events: AsyncIterator[str]):
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._reply.cancel()
+            await self.body_iterator.aclose()
+
+
+class _Json(JSONResponse):
+    """JSON in ASCII: a text may hold half a character, which UTF-8 cannot say."""
+
+    def render(self, content) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _event(content: dict) -> str:
+    return f"data: {json.dumps(content, separators=(',', ':'), ensure_ascii=False)}\n\n"
+
+
+def _refusal(error: ApiError) -> Response:
+    return _Json(error.body, error.status, error.headers)
+
+
+async def _error(request: Request, error: ApiError) -> Response:
+    return _refusal(error)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    words = {404: "there is nothing at this address", 405: "this address does not take that method"}
+    return _refusal(ApiError(error.status_code, words.get(error.status_code, error.detail), headers=error.headers))
+
+
+async def _gone(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=400)  # nobody reads it
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    return _refusal(ApiError(500, "this request failed; the log says why"))
+
+
+class _Guard:
+    """Asks for a key, if there are any; without one nobody comes in where the page asks for a login."""
+
+    def __init__(self, app: ASGIApp, keys: list[str], closed: bool):
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+        self._closed = closed and not keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._fault(dict(scope["headers"])) if scope["type"] == "http" and scope["path"] != OPEN else None
+        await (_refusal(error) if error else self._app)(scope, receive, send)
+
+    def _fault(self, headers: dict[bytes, bytes]) -> ApiError | None:
+        if self._closed:
+            return ApiError(403, "the API is closed: the page asks for a login (server.auth), and no server.api_key is set", code="closed")
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        given = given.strip() if scheme.lower() == b"bearer" else b""
+        matches = [hmac.compare_digest(given, key) for key in self._keys]  # all of them, so that the time tells nothing
+        if not self._keys or any(matches):
+            return None
+        words = "that key is not valid" if given else "a key is needed, in the header Authorization: Bearer ..."
+        return ApiError(401, words, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+class _Linger:
+    """Reads on, and drops, what is still coming of a request that is answered already.
+
+    A connection that is closed on unread data is reset, and the client never sees the answer.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        unread = scope["type"] == "http" and scope["method"] == "POST"
+
+        async def receive_and_note():
+            nonlocal unread
+            message = await receive()
+            unread = unread and message["type"] == "http.request" and message.get("more_body", False)
+            return message
+
+        async def send_and_linger(message):
+            if unread and message["type"] == "http.response.body" and not message.get("more_body"):
+                await send({**message, "more_body": True})
+                await drop()
+                message = {"type": "http.response.body", "body": b""}
+            await send(message)
+
+        async def drop():
+            left, end = LINGER_BYTES, time.monotonic() + LINGER_SECONDS
+            while unread and left > 0 and (seconds := end - time.monotonic()) > 0:
+                try:
+                    left -= len((await asyncio.wait_for(receive_and_note(), seconds)).get("body", b""))
+                except asyncio.TimeoutError:
+                    return
+
+        await self._app(scope, receive_and_note, send_and_linger)

@@ -1,0 +1,90 @@
+"""Figures of the running program in Prometheus' text form."""
+
+import time
+
+import psutil
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from .hardware import memory_limit
+from .kvcache import common_prefix
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10, 20, 30, 60)
+SPEEDS = (1, 2, 5, 10, 20, 30, 40, 50, 75, 100, 150, 200, 300, 500)
+REASONS = ("stop", "length", "cancelled", "error")
+
+
+class Metrics:
+    """Counts every answer of an engine, whoever asked for it; what changes by itself is looked up when asked for."""
+
+    def __init__(self, engine):
+        self._engine = engine
+        self._process = psutil.Process()
+        self._looked = (time.monotonic(), self._cpu_seconds())
+        self._registry = registry = CollectorRegistry()
+        self._first = Histogram("qwen_chat_first_token_seconds", "From the request to its first token", buckets=SECONDS, registry=registry)
+        self._waited = Histogram("qwen_chat_queue_seconds", "From the request to the start of its computation", buckets=SECONDS, registry=registry)
+        self._speed = Histogram("qwen_chat_tokens_per_second", "Speed of an answer after its first token", buckets=SPEEDS, registry=registry)
+        self._prompt = Counter("qwen_chat_prompt_tokens", "Tokens of prompts, the cached ones too", registry=registry)
+        self._cached = Counter("qwen_chat_cached_tokens", "Tokens of prompts that were not computed again", registry=registry)
+        self._answer = Counter("qwen_chat_answer_tokens", "Tokens of answers", registry=registry)
+        self._answers = Counter("qwen_chat_answers", "Answers by how they ended", ["reason"], registry=registry)
+        for reason in REASONS:
+            self._answers.labels(reason)
+        registry.register(self)
+        engine.on_answer.append(self.count)
+
+    def count(self, reply) -> None:
+        """Called by the engine after every answer."""
+        stats = reply.stats
+        self._answers.labels(stats.finish_reason).inc()
+        if stats.waited_ms:  # it was begun
+            self._waited.observe(stats.waited_ms / 1000)
+            self._prompt.inc(stats.prompt_tokens)
+            self._cached.inc(stats.cached_tokens)
+            self._answer.inc(stats.answer_tokens)
+        if stats.first_token_ms:
+            self._first.observe(stats.first_token_ms / 1000)
+        if stats.tokens_per_second:
+            self._speed.observe(stats.tokens_per_second)
+
+    def text(self) -> bytes:
+        """All figures, as /metrics answers."""
+        return generate_latest(self._registry)
+
+    def collect(self):
+        """What is looked up at each scrape; called by the registry."""
+        engine, cache = self._engine, self._engine.cache
+        yield CounterMetricFamily("qwen_chat_rejections", "Requests that met a full line", value=engine.rejected)
+        yield CounterMetricFamily("process_cpu_seconds", "Processor time used", value=self._cpu_seconds())
+        opening = len(cache.opening) if cache else 0
+        gauges = {
+            "qwen_chat_ready": ("Whether the model answers", int(engine.state.phase == "ready")),
+            "qwen_chat_running": ("Answers being computed", engine.running),
+            "qwen_chat_waiting": ("Requests in line", engine.waiting),
+            "qwen_chat_kv_cells_used": ("Tokens that the KV cache holds, shared ones once", _cells(cache) if cache else 0),
+            "qwen_chat_kv_cells": ("Tokens that the KV cache can hold", engine.n_ctx * engine.runtime.parallel + opening),
+            "qwen_chat_parked_bytes": ("Memory of conversations that pause", cache.parked_bytes if cache else 0),
+            "process_resident_memory_bytes": ("Resident memory", self._process.memory_info().rss),
+            "qwen_chat_cpu_percent": ("Processor use since the last look, 100 for one core", self._cpu_percent()),
+        }
+        limit = memory_limit()
+        if limit:
+            gauges["qwen_chat_memory_limit_bytes"] = ("What the container may use", limit)
+        for name, (words, value) in gauges.items():
+            yield GaugeMetricFamily(name, words, value=value)
+
+    def _cpu_seconds(self) -> float:
+        times = self._process.cpu_times()
+        return times.user + times.system
+
+    def _cpu_percent(self) -> float:
+        then, used = self._looked
+        self._looked = now, seconds = time.monotonic(), self._cpu_seconds()
+        return 100 * (seconds - used) / max(now - then, 1e-9)
+
+
+def _cells(cache) -> int:
+    """Sequences with a common beginning share its cells; sorted, each stands after the one it has most in common with."""
+    held = sorted(sequence.tokens[:] for sequence in [*cache.slots, cache.opening])
+    return sum(len(tokens) - common_prefix(before, tokens) for before, tokens in zip([held[0][:0], *held], held))
