@@ -5,7 +5,6 @@ compression and its open CORS rules do not concern it. Both share the engine, it
 """
 
 import asyncio
-import hmac
 import json
 import logging
 import time
@@ -25,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from . import __version__, json_grammar, openai_form
 from .conversation import TooLong
 from .engine import Busy, EngineError, Reply
+from .gate import AsciiJSON, Guard, Linger, refusal
 from .metrics import Metrics
 from .openai_form import ApiError, ChatRequest, TextRequest
 from .sampling import GREATEST_SEED, Sampling
@@ -34,10 +34,9 @@ log = logging.getLogger(__name__)
 
 BODY_SECONDS = 30  # for the whole of a request's body to come in
 KEEP_ALIVE_SECONDS = 10  # between two signs of life of a stream that waits
-LINGER_SECONDS, LINGER_BYTES = 5, 64 * 2**20  # how long and how much of a refused body is still read, to be dropped
 RETRY_BUSY, RETRY_LOADING = 2, 5  # seconds
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repeat_penalty", "repeat_last_n", "frequency_penalty", "presence_penalty")
-OPEN = "/health"  # asked without a key, by a container's health check
+CUT_OFF = "the answer was cut off: the program ends"
 
 
 def beside_the_page(engine, conversation, config) -> dict:
@@ -74,7 +73,7 @@ class Api:
         self._most_bytes = config.server.max_body_mb * 2**20
         self._started = int(time.time())
         server = config.server
-        guard = Middleware(_Guard, keys=server.api_keys(), closed=bool(server.auth))
+        guard = Middleware(Guard, keys=server.api_keys(), closed=bool(server.auth))
         cors = Middleware(CORSMiddleware, allow_origins=server.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
         self.app = Starlette(
             routes=[
@@ -86,7 +85,7 @@ class Api:
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/completions", self.complete, methods=["POST"]),
             ],
-            middleware=[Middleware(_Linger), *([cors] if server.cors_origins else []), guard],
+            middleware=[Middleware(Linger), *([cors] if server.cors_origins else []), guard],
             exception_handlers={ApiError: _error, HTTPException: _http_error, ClientDisconnect: _gone, Exception: _broken},
         )
         self.app.router.redirect_slashes = False
@@ -220,8 +219,8 @@ async def _whole(request: Request, reply: Reply, answer: Shape) -> Response:
     finally:
         watch.cancel()
     if reply.stats.finish_reason == "cancelled":
-        raise ApiError(503, "the answer was cancelled", code="cancelled")
-    return _Json(answer.whole())
+        raise ApiError(503, CUT_OFF, code="cancelled")
+    return AsciiJSON(answer.whole())
 
 
 async def _cancel_when_gone(request: Request, reply: Reply) -> None:
@@ -238,7 +237,7 @@ async def _events(reply: Reply, answer: Shape, usage: bool) -> AsyncIterator[str
             async for text in pieces:
                 yield _event({**answer.chunk(text), **empty}) if text else ": still waiting\n\n"
         if reply.stats.finish_reason == "cancelled":
-            raise EngineError("the answer was cancelled")
+            raise EngineError(CUT_OFF)
     except EngineError as error:
         yield _event(ApiError(500, str(error), code="engine_error").body)
         return
@@ -281,28 +280,17 @@ class _EventStream(StreamingResponse):
             await self.body_iterator.aclose()
 
 
-class _Json(JSONResponse):
-    """JSON in ASCII: a text may hold half a character, which UTF-8 cannot say."""
-
-    def render(self, content) -> bytes:
-        return json.dumps(content, separators=(",", ":")).encode()
-
-
 def _event(content: dict) -> str:
     return f"data: {json.dumps(content, separators=(',', ':'), ensure_ascii=False)}\n\n"
 
 
-def _refusal(error: ApiError) -> Response:
-    return _Json(error.body, error.status, error.headers)
-
-
 async def _error(request: Request, error: ApiError) -> Response:
-    return _refusal(error)
+    return refusal(error)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     words = {404: "there is nothing at this address", 405: "this address does not take that method"}
-    return _refusal(ApiError(error.status_code, words.get(error.status_code, error.detail), headers=error.headers))
+    return refusal(ApiError(error.status_code, words.get(error.status_code, error.detail), headers=error.headers))
 
 
 async def _gone(request: Request, error: ClientDisconnect) -> Response:
@@ -310,64 +298,4 @@ async def _gone(request: Request, error: ClientDisconnect) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    return _refusal(ApiError(500, "this request failed; the log says why"))
-
-
-class _Guard:
-    """Asks for a key, if there are any; without one nobody comes in where the page asks for a login."""
-
-    def __init__(self, app: ASGIApp, keys: list[str], closed: bool):
-        self._app = app
-        self._keys = [key.encode() for key in keys]
-        self._closed = closed and not keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._fault(dict(scope["headers"])) if scope["type"] == "http" and scope["path"] != OPEN else None
-        await (_refusal(error) if error else self._app)(scope, receive, send)
-
-    def _fault(self, headers: dict[bytes, bytes]) -> ApiError | None:
-        if self._closed:
-            return ApiError(403, "the API is closed: the page asks for a login (server.auth), and no server.api_key is set", code="closed")
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        given = given.strip() if scheme.lower() == b"bearer" else b""
-        matches = [hmac.compare_digest(given, key) for key in self._keys]  # all of them, so that the time tells nothing
-        if not self._keys or any(matches):
-            return None
-        words = "that key is not valid" if given else "a key is needed, in the header Authorization: Bearer ..."
-        return ApiError(401, words, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-
-
-class _Linger:
-    """Reads on, and drops, what is still coming of a request that is answered already.
-
-    A connection that is closed on unread data is reset, and the client never sees the answer.
-    """
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        unread = scope["type"] == "http" and scope["method"] == "POST"
-
-        async def receive_and_note():
-            nonlocal unread
-            message = await receive()
-            unread = unread and message["type"] == "http.request" and message.get("more_body", False)
-            return message
-
-        async def send_and_linger(message):
-            if unread and message["type"] == "http.response.body" and not message.get("more_body"):
-                await send({**message, "more_body": True})
-                await drop()
-                message = {"type": "http.response.body", "body": b""}
-            await send(message)
-
-        async def drop():
-            left, end = LINGER_BYTES, time.monotonic() + LINGER_SECONDS
-            while unread and left > 0 and (seconds := end - time.monotonic()) > 0:
-                try:
-                    left -= len((await asyncio.wait_for(receive_and_note(), seconds)).get("body", b""))
-                except asyncio.TimeoutError:
-                    return
-
-        await self._app(scope, receive_and_note, send_and_linger)
+    return refusal(ApiError(500, "this request failed; the log says why"))

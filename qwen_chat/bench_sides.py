@@ -145,7 +145,7 @@ class EngineSide:
     def settle(self) -> None:
         """Waits until nothing is computed any more, not even ahead."""
         engine, end = self.engine, time.monotonic() + ANSWER_SECONDS
-        while engine.running or engine.waiting or engine._warm:
+        while not engine.idle:
             if engine.error:
                 raise EngineError(f"the engine has ended: {engine.error}")
             if time.monotonic() > end:

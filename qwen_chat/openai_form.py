@@ -7,7 +7,7 @@ import difflib
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 MOST_STOPS, LONGEST_STOP, MOST_BIASES = 16, 1000, 1024
 
@@ -75,11 +75,16 @@ class SchemaFormat(Form):
     json_schema: JsonSchema
 
 
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(_whole)  # JSON does not tell 5.0 from 5
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Penalty = Annotated[float, Field(ge=-2, le=2)] | None
 Part = Annotated[float, Field(ge=0, le=1)] | None
-Tokens = Annotated[int, Field(ge=1, le=2**31)] | None
+Tokens = Annotated[int, Field(ge=1, le=2**31), WHOLE] | None
 
 
 class Request(Form):
@@ -91,13 +96,13 @@ class Request(Form):
     max_tokens: Tokens = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Part = None
-    top_k: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=1_000_000), WHOLE] | None = None
     min_p: Part = None
     repeat_penalty: Annotated[float, Field(ge=0.5, le=2)] | None = None
-    repeat_last_n: Annotated[int, Field(ge=0, le=32768)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=0, le=32768), WHOLE] | None = None
     frequency_penalty: Penalty = None
     presence_penalty: Penalty = None
-    seed: Annotated[int, Field(ge=-1, le=2**63 - 1)] | None = None
+    seed: Annotated[int, Field(ge=-1, le=2**63 - 1), WHOLE] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)] | None = None
     n: Literal[1] | None = None
@@ -125,7 +130,7 @@ class ChatRequest(Request):
     max_completion_tokens: Tokens = None
     response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
 
     @property
     def longest(self) -> int | None:
@@ -139,7 +144,7 @@ class ChatRequest(Request):
 
 class TextRequest(Request):
     prompt: Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1)]
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5), WHOLE] | None = None
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
@@ -238,17 +243,18 @@ def _message(message: Any, path: str) -> Any:
 
 def _as_api_error(kind: type[Form], error: ValidationError, body: dict) -> ApiError:
     faults = [(_param(fault, body), fault) for fault in error.errors(include_url=False, include_context=False, include_input=False)]
-    param, first = faults[0]
-    if first["type"] == "extra_forbidden":
-        name, known = str(first["loc"][-1]), [name for name in kind.model_fields]
-        close = difflib.get_close_matches(name, known, n=1) if len(first["loc"]) == 1 else []
-        return ApiError(400, f"{param}: no such parameter" + (f"; did you mean {close[0]}?" if close else ""), param, "unknown_parameter")
+    begun = faults[0][0]
+    param, fault = max((each for each in faults if each[0].startswith(begun)), key=lambda each: len(each[0]))
+    where = param or "the request's body"
+    if fault["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(param, list(kind.model_fields), n=1)
+        return ApiError(400, f"{where}: no such parameter" + (f"; did you mean {close[0]}?" if close else ""), param, "unknown_parameter")
     if param in MORE_CHOICES:
-        return ApiError(400, f"{param}: {MORE_CHOICES[param]}", param, "unsupported_parameter")
-    if first["type"] == "missing":
-        return ApiError(400, f"{param}: it is missing", param, "missing_required_parameter")
+        return ApiError(400, f"{where}: {MORE_CHOICES[param]}", param, "unsupported_parameter")
+    if fault["type"] == "missing":
+        return ApiError(400, f"{where}: it is missing", param, "missing_required_parameter")
     reasons = dict.fromkeys(_lower(fault["msg"]) for path, fault in faults if path == param)
-    return ApiError(400, f"{param}: {' or '.join(reasons)}", param, "invalid_value")
+    return ApiError(400, f"{where}: {' or '.join(reasons)}", param or None, "invalid_value")
 
 
 def _lower(text: str) -> str:
@@ -264,7 +270,7 @@ def _param(fault: dict, body: Any) -> str:
             path, value = f"{path}[{part}]", value[part]
         elif isinstance(value, dict) and isinstance(part, str) and (part in value or last and fault["type"] == "missing"):
             path, value = f"{path}.{part}" if path else part, value.get(part)
-    return path or "body"
+    return path
 
 
 def document(version: str) -> dict:
@@ -290,6 +296,7 @@ def document(version: str) -> dict:
 
 
 _JSON = {"description": "JSON", "content": {"application/json": {"schema": {"type": "object"}}}}
+_EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string", "description": "a chunk as JSON, at the end [DONE]"}}}
 _TEXT_OR_NULL = {"type": ["string", "null"]}
 _ERROR = {
     "type": "object",
@@ -307,7 +314,7 @@ _ERROR = {
 def _operation(summary: str, request: str | None = None) -> dict:
     error = {"description": "Error", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
     statuses = [401, 403, 405, 500, 503] + ([400, 408, 413, 415, 429] if request else [])
-    answer = {**_JSON, "content": {**_JSON["content"], **({"text/event-stream": {"schema": {"type": "string"}}} if request else {})}}
+    answer = {**_JSON, "content": {**_JSON["content"], **({"text/event-stream": {"schema": _EVENT}} if request else {})}}
     operation = {"summary": summary, "responses": {"200": answer, **{str(status): error for status in sorted(statuses)}}}
     if request:
         schema = {"$ref": f"#/components/schemas/{request}"}

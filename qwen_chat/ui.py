@@ -26,7 +26,7 @@ UPDATE_SECONDS = 0.05  # between two updates of a growing answer
 LONG_CHAT = 40  # messages; beyond them the updates cost twice as much, and come half as often
 STATUS_SECONDS = 0.25  # between two looks at what an answer waits for
 IDLE_SECONDS = 0.02  # between two looks into Gradio's queue; its own 0.001 keeps a core busy
-MANY = 1000  # more open pages than one machine serves: the engine's queue is the one that counts
+MANY = 200  # more open pages than one machine serves: the engine's queue is the one that counts
 
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "PingFang SC", "Microsoft YaHei", "Noto Sans CJK SC", "Noto Sans SC", "sans-serif"]
 MONO = ["ui-monospace", "Consolas", "Menlo", "DejaVu Sans Mono", "Noto Sans Mono CJK SC", "monospace"]
@@ -128,6 +128,7 @@ class ChatPage(gr.ChatInterface):
         )
         self.queue(max_size=None, default_concurrency_limit=None, api_open=False)
         self._queue.sleep_when_free = IDLE_SECONDS
+        self._queue.progress_update_sleep_when_free = 1  # no event here reports progress that way
 
     def launch(self, **options):
         """Serves the page. Nothing of it comes from another host."""

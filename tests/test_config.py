@@ -145,3 +145,45 @@ def test_a_program_started_with_a_bad_file_ends_with_status_2_and_no_traceback(t
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) == 2 and "did you mean port?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        "{api_key: hunter2}",
+        "{api_key: [hunter2, 5]}",
+        "{api_key: {hunter2: x}}",
+        "{api_key: [hunter2, '']}",
+        "{api_key: *hunter2}",
+        "{api_key: [!hunter2 x]}",
+        "{auth: hunter2}",
+        "{auth: [hunter2]}",
+        "{auth: [[ann, hunter2]]}",
+        "{auth: [{user: ann, passwrd: hunter2}]}",
+        "{auth: [{user: ann, password: [hunter2]}]}",
+    ],
+)
+def test_a_secret_is_not_repeated_when_it_stands_in_a_wrong_place(server, tmp_path):
+    lines = faults(f"server: {server}\n", tmp_path)
+    assert lines and "hunter2" not in "".join(lines)
+
+
+def test_secrets_are_not_shown_with_the_configuration(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("server: {api_key: [hunter2], auth: [{user: ann, password: hunter2}]}\n")
+    loaded = config.load(file, {})
+    assert loaded.server.api_keys() == ["hunter2"] and "hunter2" not in repr(loaded) + str(loaded.model_dump())
+
+
+def test_keys_may_stand_in_a_file(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# one\nfirst\n\n second \n")
+    file = tmp_path / "config.yaml"
+    file.write_text(f"server: {{api_key: [zero], api_key_file: {keys}}}\n")
+    assert config.load(file, {}).server.api_keys() == ["zero", "first", "second"]
+    for content, words in [(b"", "no key in it"), (b"# none\n", "no key in it"), (b"\xff", "not UTF-8"), (None, "No such file")]:
+        keys.unlink(missing_ok=True)
+        if content is not None:
+            keys.write_bytes(content)
+        lines = faults(f"server: {{api_key_file: {keys}}}\n", tmp_path)
+        assert len(lines) == 1 and "server.api_key_file: " in lines[0] and words in lines[0]

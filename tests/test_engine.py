@@ -43,7 +43,7 @@ def until(condition, what="it"):
 def quiet(bot):
     """Waits until the engine has nothing to do and checks that nothing is left over."""
     engine = bot.engine
-    until(lambda: not (engine._active or engine._waiting or engine._warm or engine._n_open), "quiet")
+    until(lambda: engine.idle, "quiet")
     for sequence in [*engine.cache.slots, engine.cache.opening]:
         first, last = engine.model.seq_range(sequence.id)
         assert not sequence.busy or sequence.pinned
