@@ -1,11 +1,15 @@
 """The program on one page: settings -> engine -> respond() -> chat page -> web server."""
 
 import logging
+import os
 import signal
 import socket
 import sys
 import threading
 from functools import partial
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # until main(): process 1 of a container has no default for it
 
 from qwen_chat import weights
 from qwen_chat.config import load_or_exit
@@ -19,8 +23,9 @@ conversation = Conversation(engine, config)
 sampling = Sampling.from_config(config)
 
 if __name__ == "__main__":
-    logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for name in ("app", "qwen_chat", "llama.cpp"):  # others, at debug, would log addresses and what people write
+        logging.getLogger(name).setLevel(config.server.log_level.upper())
     engine.start()  # the model loads while the page's library is imported
 
 import gradio as gr  # noqa: E402
@@ -99,8 +104,8 @@ def main() -> int:
     if engine.error:
         print(engine.error, file=sys.stderr)
         stop.wait(2)  # so that open pages can say it
+    engine.close()  # first, so that answers on their way end
     demo.close(verbose=False)
-    engine.close()
     return 0 if not engine.error else 3 if isinstance(engine.error, weights.WeightsError) else 1
 
 

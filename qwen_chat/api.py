@@ -6,7 +6,6 @@ compression and its open CORS rules do not concern it. Both share the engine, it
 
 import asyncio
 import json
-import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -29,8 +28,6 @@ from .metrics import Metrics
 from .openai_form import ApiError, ChatRequest, TextRequest
 from .sampling import GREATEST_SEED, Sampling
 from .shapes import ChatShape, Shape, TextShape
-
-log = logging.getLogger(__name__)
 
 BODY_SECONDS = 30  # for the whole of a request's body to come in
 KEEP_ALIVE_SECONDS = 10  # between two signs of life of a stream that waits

@@ -7,12 +7,13 @@ can end a turn or plant a system message by typing one.
 import re
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from threading import Lock
 
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 QUESTION = 48  # tokens kept free for the next question when turns are dropped
 SMALLEST_ANSWER = 64  # tokens that a long message must leave for its answer
-REMEMBERED = 1024  # texts whose tokens are kept at hand
+REMEMBERED = 100_000  # tokens of texts that are kept at hand
 MARK = re.compile("\ue000(\\d+)\ue001")  # where a message's text goes; private-use characters
 
 
@@ -54,7 +55,9 @@ class ChatTemplate:
             for answering in (True, False)
         }
         self._bos = model.tokenize(bos, special=True) if model.adds_bos and bos else []
-        self._known: OrderedDict[tuple[str, bool], list[int]] = OrderedDict()
+        self._known: OrderedDict[tuple[str, bool], list[int]] = OrderedDict()  # the one used longest ago first
+        self._held = 0  # tokens in it
+        self._lock = Lock()
 
     def render(self, messages: list[dict], answering: bool = True) -> list[list[int]]:
         """Token ids in pieces: one for each message, with the template's text before it, and one for the end.
@@ -93,9 +96,11 @@ class ChatTemplate:
             return self._keep(key, self._model.tokenize(text, special))
 
     def _keep(self, key: tuple[str, bool], tokens: list[int]) -> list[int]:
-        self._known[key] = tokens
-        while len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
+        with self._lock:
+            self._held += len(tokens) - len(self._known.pop(key, ()))
+            self._known[key] = tokens
+            while self._held > REMEMBERED:
+                self._held -= len(self._known.popitem(last=False)[1])
         return tokens
 
 

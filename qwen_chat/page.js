@@ -16,14 +16,33 @@
   // The chat without what followed the newest message of the person.
   const unanswered = (chat) => chat.slice(0, chat.findLastIndex(fromUser) + 1);
 
+  // The newest text stays in sight, however much comes at once, until the person scrolls away from it.
+  const LOG = "#chat .bubble-wrap";
+  let follow = true;
+  const grown = new ResizeObserver(() => {
+    const log = find(LOG);
+    if (follow && log) log.scrollTop = log.scrollHeight;
+  });
+  const scrolled = ({ target }) => {
+    if (target.matches?.(LOG)) follow = target.scrollHeight - target.scrollTop - target.clientHeight < 40;
+  };
+  document.addEventListener("scroll", scrolled, true);
+
+  let cleared = false; // since the last question
+  const begin = (...values) => {
+    follow = true;
+    cleared = false;
+    return values;
+  };
+
   window.chatPage = {
     send(text, chat) {
       if (answering()) return [];
-      if (text.trim()) return [{ ...STOP, value: "" }, [...chat, question(text)]];
-      return fromUser(chat.at(-1)) ? [STOP, chat] : [];
+      if (text.trim()) return begin({ ...STOP, value: "" }, [...chat, question(text)]);
+      return fromUser(chat.at(-1)) ? begin(STOP, chat) : [];
     },
     retry(chat) {
-      return answering() ? [] : [STOP, unanswered(chat)];
+      return answering() ? [] : begin(STOP, unanswered(chat));
     },
     undo(text, chat) {
       const kept = unanswered(chat);
@@ -31,16 +50,23 @@
       return [{ __type__: "update", value: text || textOf(kept.at(-1)) }, kept.slice(0, -1)];
     },
     begin() {
-      return [STOP];
+      return begin(STOP);
+    },
+    clear() {
+      cleared = true;
+      return [];
     },
     end(chat) {
       soon();
       if (document.activeElement === document.body && matchMedia("(hover: hover)").matches) find("#box textarea")?.focus();
+      if (cleared) return [SEND, []]; // what was still on its way came back into the chat
       return isStatus(chat.at(-1)) ? [SEND, chat.slice(0, -1)] : [SEND];
     },
     // Writes the figures of each answer where page.css shows them: beside it, not in it.
-    figures(chat) {
+    changed(chat) {
       requestAnimationFrame(() => {
+        const log = find(LOG)?.firstElementChild;
+        if (log) grown.observe(log);
         const answers = chat.filter((message) => !fromUser(message));
         document.querySelectorAll("#chat .bot-row").forEach((row, i) => {
           const { id, log } = answers[i]?.metadata ?? {};

@@ -115,6 +115,7 @@ class ChatPage(gr.ChatInterface):
                 scale=1,
                 height=None,
                 editable="user",
+                autoscroll=False,  # it lets go of text that comes in large pieces; page.js does not
                 buttons=["copy", "copy_all"],
                 latex_delimiters=LATEX,
                 group_consecutive_messages=False,
@@ -184,8 +185,9 @@ class ChatPage(gr.ChatInterface):
                 done(None, [chat], [box, chat], js="chatPage.end")
         chat.undo(None, [box, chat], [box, chat], js="chatPage.undo")
         box.stop(None, cancels=answers, api_visibility="private")
+        chat.clear(None, js="chatPage.clear", api_visibility="private")
         chat.clear(None, cancels=answers, api_visibility="private")
-        chat.change(None, [chat], None, js="chatPage.figures")
+        chat.change(None, [chat], None, js="chatPage.changed")
 
         announced = self.load(self._announce, None, [self.banner, self.about, box, chat], **self._quiet())
         if self.typed:

@@ -168,3 +168,14 @@ def test_turns_that_the_next_question_would_drop_are_dropped_while_the_answer_is
         while not bot.engine.idle:
             time.sleep(0.01)
     assert prompt.dropped > 2 and ahead == 3
+
+
+def test_texts_kept_at_hand_are_bounded(bot, monkeypatch):
+    from qwen_chat import conversation
+
+    monkeypatch.setattr(conversation, "REMEMBERED", 300)
+    template = Conversation(bot.engine, bot.config).template
+    for number in range(50):
+        template.render([user(f"{number} " + "word " * 20)])
+    template.render([user("word " * 1000)])
+    assert template._held == sum(map(len, template._known.values())) <= 300

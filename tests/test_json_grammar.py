@@ -14,7 +14,7 @@ TREE = {"$ref": "#/$defs/tree", "$defs": {"tree": {"type": "object", "properties
 
 def written(bot, grammar: str, seed: int):
     """What the model writes by a grammar, at random; None where it did not come to an end."""
-    reply = ask(bot, "Write JSON.", Sampling(temperature=1.5, seed=seed, grammar=grammar, repeat_penalty=1.3), 200)
+    reply = ask(bot, "Write JSON.", Sampling(temperature=1.5, seed=seed, grammar=grammar, repeat_penalty=1.3), 100)
     text = "".join(reply)
     return json.loads(text) if reply.stats.finish_reason == "stop" else None
 

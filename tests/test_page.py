@@ -306,7 +306,7 @@ def test_clear_stops_the_answer(page, program):
     page.button("Clear").click()
     until(lambda: program.answers[-1]["reason"] == "cancelled")
     page.stop_button.wait_for(state="detached")
-    assert page.users.count() == page.bots.count() == 0
+    until(lambda: page.users.count() == page.bots.count() == 0)
     page.ask("Hello")
     assert page.users.count() == page.bots.count() == 1
 
@@ -444,6 +444,21 @@ def test_the_endpoint_of_gradio_client_answers(program):
 def test_nothing_that_people_wrote_is_in_the_log(program):
     assert not any(text in program.log for text in ("cat and a dog", "Hello", "Say hello", "你好"))
     assert "Traceback" not in program.log
+
+
+def test_the_newest_text_stays_in_sight_until_one_scrolls_away(page):
+    hidden = "log => log.scrollHeight - log.scrollTop - log.clientHeight"  # pixels below the edge
+    log = page.tab.locator("#chat [role=log]")
+    page.ask("word " * 1500)  # higher than the window, and so is not answered
+    until(lambda: log.evaluate(hidden) < 5)
+    page.ask("Hello")
+    until(lambda: log.evaluate(hidden) < 5)
+    page.send(STORY)
+    page.growing()
+    log.evaluate("log => log.scrollTo(0, 0)")
+    page.growing()
+    assert log.evaluate("log => log.scrollTop") == 0
+    page.stop_button.click()
 
 
 def test_phones_have_no_sideways_scroll(open_page, program):

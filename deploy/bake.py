@@ -1,0 +1,72 @@
+"""Puts the weights into a container image, or fails: run by the Dockerfile, never by the program.
+
+    python bake.py CONTEXT TARGET
+
+A .gguf in CONTEXT wins; else the model of config.yaml is fetched, as far as the build arguments below do not
+name another. TARGET gets models/FILE and image.json, by which weights.py knows what the image was made for.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from qwen_chat import config, weights
+
+ARGUMENTS = {"MODEL_REPO": "repo_id", "MODEL_FILE": "filename", "MODEL_REVISION": "revision", "MODEL_SHA256": "sha256"}
+TOKEN = Path("/run/secrets/HF_TOKEN")
+
+
+def wanted(configured: config.Model) -> config.Model:
+    """The model of the build arguments: another file has another checksum, another repository other revisions."""
+    given = {key: os.environ[name] for name, key in ARGUMENTS.items() if os.environ.get(name)}
+    if given.keys() - {"sha256"}:
+        given = {"sha256": None, **given}
+    if "repo_id" in given:
+        given = {"revision": "main", **given}
+    return config.Model.model_validate({**configured.model_dump(), **given, "path": None, "fallbacks": []})
+
+
+def in_context(folder: Path, configured: config.Model, model: config.Model) -> Path | None:
+    """The .gguf that lies in the build context; its checksum counts where one is given for it."""
+    files = {file.name: file for file in sorted(folder.glob("*.gguf"))}
+    named = [name for name in (model.filename, Path(configured.path or "").name) if name in files]
+    if len(files) > 1 and not named:
+        sys.exit(f"models/ has {', '.join(files)}; leave one there, or name one of them as MODEL_FILE or in config.yaml")
+    if not files:
+        return None
+    file = files[named[0]] if named else next(iter(files.values()))
+    weights.find(config.Model(path=str(file)))
+    if model.sha256 and (file.name == model.filename or os.environ.get("MODEL_SHA256")):
+        with file.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        if found != model.sha256:
+            sys.exit(f"models/{file.name} has the sha256 {found}; {model.sha256} is expected")
+    return file
+
+
+def main(context: Path, target: Path) -> None:
+    if TOKEN.exists():
+        os.environ["HF_TOKEN"] = TOKEN.read_text().strip()
+    configured = config.load_or_exit().model
+    try:
+        model = wanted(configured)
+        file = in_context(context, configured, model)
+        source, name = (file, file.name) if file else (weights.find(model).path, model.filename)
+    except (ValueError, weights.WeightsError) as error:
+        sys.exit(f"{error}\nIn the build of an image: MODEL_* and HF_ENDPOINT are build arguments, and models/ is that of the build context.")
+    (target / "models").mkdir(parents=True)
+    baked = target / "models" / name
+    shutil.copyfile(source, baked)
+    os.utime(baked, (0, 0))  # the same weights make the same layer
+    named = [weights.identity(each) for each in (config.Model(), configured, model)]
+    (target / "image.json").write_text(json.dumps({"built_in": name, "stands_for": named}, indent=1))
+    print(f"{name}, {baked.stat().st_size:,} bytes, {'from models/' if file else 'fetched'}")
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

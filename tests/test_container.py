@@ -1,0 +1,310 @@
+"""The image: built by the Dockerfile as it is, with a small model, and run as a careful person would run it.
+
+Without a Docker daemon one is started, where dockerd is installed and this runs as root. Nothing here depends on
+how fast the machine is: times only bound how long a hang may last.
+"""
+
+import http.client
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qwen_chat.hardware import usable_cores
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = Path(__file__).parent / "container"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+HADOLINT = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+CAREFUL = "--read-only --tmpfs /tmp --cap-drop ALL --security-opt no-new-privileges --memory 1g".split()
+LIBRARIES = "/usr/local/lib/python3.12/site-packages/llama_cpp/lib"
+PATIENCE = 120  # seconds until something counts as hanging
+
+
+def _client() -> str | None:
+    """A docker command that can build: newer ones need a plugin for that."""
+    for command in ("docker", "/usr/bin/docker"):
+        if shutil.which(command) and subprocess.run([command, "build", "--help"], env={**os.environ, "DOCKER_BUILDKIT": "1"}, capture_output=True).returncode == 0:
+            return command
+    return None
+
+
+class Docker:
+    def __init__(self, command: str, host: str | None):
+        self.command = command
+        self.environ = {**os.environ, "DOCKER_BUILDKIT": "1", **({"DOCKER_HOST": host} if host else {})}
+
+    def __call__(self, *arguments, **options) -> subprocess.CompletedProcess:
+        """Runs a docker command; its output is `stdout`, its standard error included."""
+        return subprocess.run([self.command, *map(str, arguments)], env=self.environ, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+
+    def build(self, tag: str, context: str | Path, *arguments, **options) -> str:
+        result = self("build", "--network", "host", "--progress", "plain", "--tag", tag, *arguments, context, **options)
+        assert result.returncode == 0, result.stdout[-5000:]
+        return tag
+
+
+@pytest.fixture(scope="session")
+def docker():
+    """The Docker daemon at hand, else one of our own, with the base image in it."""
+    command = _client()
+    if command is None:
+        pytest.skip("no docker command that can build images")
+    if subprocess.run([command, "version"], capture_output=True).returncode == 0:
+        yield _with_base(Docker(command, None))
+        return
+    if os.environ.get("DOCKER_HOST") or not shutil.which("dockerd") or os.getuid() != 0:
+        pytest.skip("no Docker daemon answers, and none can be started (that needs dockerd and root)")
+    script = [TOOLS / "with-docker", "sh", "-c", "echo $DOCKER_HOST; read line"]
+    with subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as daemon:
+        host = daemon.stdout.readline().strip()
+        if not host:
+            pytest.skip("dockerd does not start here")
+        yield _with_base(Docker(command, host))
+        daemon.stdin.close()
+
+
+def _with_base(docker: Docker) -> Docker:
+    if docker("image", "inspect", "python:3.12-slim-trixie").returncode:
+        base = subprocess.run([TOOLS / "base"], env=docker.environ, capture_output=True, text=True)
+        if base.returncode == 2:
+            pytest.skip(base.stderr.splitlines()[-1])
+        assert base.returncode == 0, base.stderr
+    return docker
+
+
+def _context(folder: Path) -> Path:
+    """A build context with all that the image may see, but no model."""
+    (folder / "models").mkdir(parents=True)
+    for name in ("Dockerfile", ".dockerignore", "app.py", "config.yaml", "requirements.txt"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("qwen_chat", "deploy"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def image(docker, small_model, tmp_path_factory):
+    context = _context(tmp_path_factory.mktemp("image") / "context")
+    shutil.copy(small_model, context / "models" / "small.gguf")
+    return docker.build("qwen-chat-test", context)
+
+
+class Container:
+    def __init__(self, docker: Docker, image: str, *options, port: int | None = None):
+        self.docker, self.port = docker, port or _free_port()
+        port_option = [] if port else ["--env", f"PORT={self.port}"]
+        started = docker("run", "--detach", "--network", "host", *port_option, *options, image)
+        assert started.returncode == 0, started.stdout
+        self.id = started.stdout.split()[-1]
+
+    @property
+    def log(self) -> str:
+        return self.docker("logs", self.id).stdout
+
+    def state(self, field: str) -> str:
+        return self.docker("inspect", "--format", "{{.State.%s}}" % field, self.id).stdout.strip()
+
+    def python(self, code: str) -> str:
+        result = self.docker("exec", self.id, "python", "-c", code)
+        assert result.returncode == 0, result.stdout
+        return result.stdout.strip()
+
+    def until(self, condition) -> "Container":
+        end = time.monotonic() + PATIENCE
+        while not condition():
+            assert self.state("Running") == "true", self.log
+            assert time.monotonic() < end, self.log
+            time.sleep(0.1)
+        return self
+
+    def until_up(self) -> "Container":
+        return self.until(lambda: self.health()[0] == 200)
+
+    def health(self) -> tuple[int, dict]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        try:
+            connection.request("GET", "/health")
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        except ConnectionError:
+            return 0, {}
+        finally:
+            connection.close()
+
+    def stop(self) -> int:
+        """`docker stop`; the status is 137 where the process had to be killed."""
+        self.docker("stop", self.id)
+        return int(self.state("ExitCode"))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def run(docker, image):
+    """Starts a container: `run(*options, image=..., port=...)`. All are removed at the end."""
+    containers = []
+
+    def run(*options, image: str = image, **more) -> Container:
+        containers.append(Container(docker, image, *options, **more))
+        return containers[-1]
+
+    yield run
+    for container in containers:
+        docker("rm", "--force", container.id)
+
+
+def _config(folder: Path, text: str) -> list[str]:
+    """The options that put a config.yaml into the container."""
+    file = folder / "config.yaml"
+    file.write_text(text)
+    return ["--volume", f"{file}:/app/config.yaml:ro"]
+
+
+def _ask(container: Container, question: str) -> str:
+    """Types a question on the page and returns the whole answer."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine")
+    with playwright.sync_playwright() as library:
+        browser = library.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        tab = browser.new_page()
+        tab.set_default_timeout(PATIENCE * 1000)
+        tab.goto(f"http://127.0.0.1:{container.port}/")
+        box, stop = tab.get_by_test_id("textbox"), tab.get_by_test_id("stop-button")
+        tab.wait_for_function("document.querySelector('[data-testid=textbox]')?.placeholder")
+        box.fill(question)
+        box.press("Enter")
+        stop.wait_for()
+        stop.wait_for(state="detached")
+        answer = tab.get_by_test_id("bot").last.inner_text()
+        browser.close()
+    return answer
+
+
+def test_it_answers_on_its_page_under_every_restriction(run):
+    container = run(*CAREFUL, "--cpus", "1")
+    container.until(lambda: container.state("Health.Status") == "healthy")
+    assert container.health()[1]["model"] == "small"
+    assert _ask(container, "What is the capital of France?").strip()
+    assert container.python("import os; print(os.getuid(), os.environ['HOME'])") == "1000 /home/user"
+    assert re.search(r"small is ready after .*: 1 threads", container.log)
+    assert "Traceback" not in container.log
+    assert container.stop() == 0
+
+
+def test_it_can_be_stopped_while_it_starts(run):
+    container = run()
+    container.until(lambda: "llama.cpp computes with" in container.log)
+    assert container.stop() == 0
+
+
+@pytest.mark.parametrize("limits, most", [
+    (["--cpus", "0.5"], 1),
+    (["--cpus", "1"], 1),
+    (["--cpus", "1.5"], 1),
+    (["--cpuset-cpus", "0"], 1),
+    (["--cpus", f"{os.cpu_count()}"], os.cpu_count()),
+    ([], os.cpu_count()),
+], ids=lambda value: " ".join(value) or "none" if isinstance(value, list) else "")
+def test_the_threads_follow_the_limits(docker, image, limits, most):
+    count = docker("run", "--rm", *limits, "--network", "host", image, "python", "-c", "from qwen_chat.hardware import usable_cores; print(usable_cores())")
+    assert int(count.stdout) == min(most, usable_cores())
+
+
+def test_the_fastest_code_for_this_processor_is_chosen(run):
+    container = run().until_up()
+    chosen = re.search(r"its (\S+) code", container.log)[1]
+    variants = container.python(f"import pathlib; print(*(file.stem[len('libggml-cpu-'):] for file in pathlib.Path('{LIBRARIES}').glob('libggml-cpu-*')))").split()
+    assert len(variants) > 5
+    assert chosen in variants
+    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "").split()
+    if "avx2" in flags:
+        assert chosen not in ("x64", "sse42", "sandybridge", "ivybridge", "piledriver")
+    if "avx512f" in flags:
+        assert chosen not in ("haswell", "alderlake")
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the plain code of another processor has another name")
+def test_the_plain_code_answers_too(docker, image, run):
+    plain = docker.build("qwen-chat-test-plain", "-", input=f"FROM {image}\nUSER 0\nRUN find {LIBRARIES} -name 'libggml-cpu-*' ! -name '*-x64.so' -delete\nUSER 1000\n")
+    container = run(image=plain).until_up()
+    assert "its x64 code" in container.log
+    assert _ask(container, "What is the capital of France?").strip()
+
+
+def test_a_mounted_config_takes_effect(run, tmp_path):
+    port = _free_port()
+    options = _config(tmp_path, f"server: {{port: {port}, host: 127.0.0.1}}\nruntime: {{n_ctx: 512, n_threads: 1}}\ngeneration: {{max_tokens: 64}}\n")
+    container = run(*CAREFUL, *options, port=port)
+    container.until(lambda: container.state("Health.Status") == "healthy")  # its port is known to the check too
+    assert container.health()[1]["model"] == "small"  # which the config does not name
+    assert "1 threads, n_ctx 512" in container.log
+
+
+def test_a_broken_config_is_explained(run, tmp_path):
+    container = run(*CAREFUL, *_config(tmp_path, "runtime: {n_thread: 4}\n"))
+    assert container.docker("wait", container.id).stdout.strip() == "2"
+    assert container.log.strip() == "config.yaml: runtime.n_thread: no such key; did you mean n_threads? " \
+                                    "allowed: " + ", ".join(_runtime_keys())
+
+
+def _runtime_keys() -> list[str]:
+    from qwen_chat.config import Runtime
+
+    return list(Runtime.model_fields)
+
+
+def test_a_mounted_model_is_used(run, small_model, tmp_path):
+    container = run(*CAREFUL, "--volume", f"{small_model}:/app/models/mine.gguf:ro").until_up()
+    assert container.health()[1]["model"] == "mine"
+    (tmp_path / "models").mkdir()
+    shutil.copy(small_model, tmp_path / "models" / "other.gguf")
+    container = run(*CAREFUL, "--volume", f"{tmp_path / 'models'}:/app/models:ro").until_up()
+    assert container.health()[1]["model"] == "other"
+
+
+def test_nothing_is_in_it_that_a_chat_does_not_need(docker, image):
+    code = """
+import glob, importlib.util, os, pathlib, shutil
+packages = pathlib.Path("/usr/local/lib/python3.12/site-packages")
+libraries = [file for file in (packages / "llama_cpp/lib").iterdir() if file.is_file() and not file.is_symlink()]
+print("tools", [tool for tool in ("gcc", "g++", "cc", "cmake", "ninja", "make", "pip") if shutil.which(tool)])
+print("pip", importlib.util.find_spec("pip"))
+print("folders", [str(folder) for folder in packages.rglob("*") if folder.is_dir() and folder.name in ("tests", "include")])
+print("multimodal", [file.name for file in libraries if "mtmd" in file.name])
+print("copies", len(libraries) - len({file.read_bytes() for file in libraries}))
+print("caches", glob.glob("/root/.cache/*") + glob.glob("/var/lib/apt/lists/*_*") + glob.glob("/home/user/.cache/*"))
+print("app", sorted(os.listdir("/app")))
+print("models", os.listdir("/app/models"))
+"""
+    found = docker("run", "--rm", "--network", "host", "--user", "0", image, "python", "-c", code).stdout.splitlines()
+    assert found == ["tools []", "pip None", "folders []", "multimodal []", "copies 0", "caches []",
+                     "app ['app.py', 'config.yaml', 'image.json', 'models', 'qwen_chat']", "models ['small.gguf']"]
+
+
+def test_without_weights_there_is_no_image(docker, tmp_path):
+    """Not even where the program itself would fall back to another model."""
+    nowhere = "http://127.0.0.1:9"
+    result = docker("build", "--network", "host", "--progress", "plain", "--target", "weights", "--build-arg", f"HF_ENDPOINT={nowhere}", _context(tmp_path / "context"))
+    assert result.returncode != 0
+    assert "127.0.0.1:9 cannot be reached" in result.stdout
+    assert "No weights: qwen2.5-0.5b-instruct-q4_k_m.gguf" in result.stdout
+
+
+@pytest.mark.skipif(HADOLINT is None, reason="hadolint is not installed")
+def test_the_dockerfile_is_clean():
+    result = subprocess.run([HADOLINT, ROOT / "Dockerfile"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
