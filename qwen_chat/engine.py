@@ -341,7 +341,7 @@ class Engine:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def close(self, timeout: float = 5.0) -> None:
+    def close(self, timeout: float = 1.5) -> None:
         """Ends all answers and the decode thread, and frees the model."""
         with self._news:
             self._closing = True
