@@ -23,6 +23,7 @@ def main(url: str) -> None:
             page = browser.new_page(locale=locale, color_scheme=scheme, viewport={"width": 1000, "height": 640})
             page.goto(url)
             box = page.get_by_test_id("textbox")
+            box.wait_for()
             page.wait_for_function("document.querySelector('[data-testid=textbox]').placeholder")
             box.fill(question)
             box.press("Enter")

@@ -132,10 +132,10 @@ class EngineSide:
         return answer
 
     def stream(self, messages: list[dict], max_tokens: int, owner: object = None):
-        prompt = self.conversation.prompt(messages, max_tokens)
+        prompt, messages = self.conversation.prompt(messages, max_tokens), list(messages)
         return self.engine.stream(
             prompt.tokens, GREEDY, prompt.max_tokens, owner=owner, trimmed=prompt.trimmed,
-            follow=prompt.follow, on_end=self.conversation.remember,
+            follow=prompt.follow, on_end=lambda reply: self.conversation.after(reply, messages, owner, max_tokens),
         )
 
     def type_ahead(self, messages: list[dict], owner: object) -> None:

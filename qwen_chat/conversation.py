@@ -171,15 +171,15 @@ class Conversation:
         if reply.tokens and reply.text:
             self.template.remember(reply.text, reply.tokens)
 
-    def after(self, reply, messages: list[dict], owner: object) -> None:
+    def after(self, reply, messages: list[dict], owner: object, max_tokens: int | None = None) -> None:
         """Prepares the next turn of a conversation that has just been answered: if that will have to drop turns,
         they are dropped now, while the answer is read."""
         self.remember(reply)
         if not reply.text:
             return
         answered = [*messages, {"role": "assistant", "content": reply.text}, {"role": "user", "content": ""}]
-        ahead = self.prompt(answered)
-        if ahead.dropped > self.prompt(messages).dropped:
+        ahead = self.prompt(answered, max_tokens)
+        if ahead.dropped > self.prompt(messages, max_tokens).dropped:
             end = len(self.template.render([{"role": "user", "content": ""}])[-1])
             self._engine.warm(owner, ahead.tokens[: len(ahead.tokens) - end], trimmed=True)
 
