@@ -3,18 +3,20 @@
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 from functools import partial
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # until main(): process 1 of a container has no default for it
+    for early in (signal.SIGTERM, signal.SIGINT):  # until main(); process 1 of a container has no default for them
+        signal.signal(early, lambda *_: os._exit(0))
 
 from qwen_chat import weights
+from qwen_chat.address import why_not
 from qwen_chat.config import load_or_exit
 from qwen_chat.conversation import Conversation, TooLong
 from qwen_chat.engine import Busy, Engine, EngineError
+from qwen_chat.model import ModelError
 from qwen_chat.sampling import Sampling
 
 config = load_or_exit()
@@ -26,6 +28,9 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for name in ("app", "qwen_chat", "llama.cpp"):  # others, at debug, would log addresses and what people write
         logging.getLogger(name).setLevel(config.server.log_level.upper())
+    if refusal := why_not(config.server.host, config.server.port):
+        print(refusal, file=sys.stderr)
+        sys.exit(2)
     engine.start()  # the model loads while the page's library is imported
 
 import gradio as gr  # noqa: E402
@@ -93,31 +98,18 @@ def main() -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    if taken := _taken(config.server.host, config.server.port):
-        print(taken, file=sys.stderr)
-        return 2
     engine.start()
-    demo.launch(app_kwargs=api.beside_the_page(engine, conversation, config), prevent_thread_lock=True)
-    log.info("the page is at %s", demo.local_url)
+    if not engine.ended.is_set():
+        demo.launch(app_kwargs=api.beside_the_page(engine, conversation, config), prevent_thread_lock=True)
+        log.info("the page is at %s", demo.local_url)
     while not (stop.wait(0.2) or engine.ended.is_set()):
         pass
     if engine.error:
         print(engine.error, file=sys.stderr)
-        stop.wait(2)  # so that open pages can say it
+        stop.wait(2 if demo.is_running else 0)  # so that open pages can say it
     engine.close()  # first, so that answers on their way end
     demo.close(verbose=False)
-    return 0 if not engine.error else 3 if isinstance(engine.error, weights.WeightsError) else 1
-
-
-def _taken(host: str, port: int) -> str | None:
-    """Why the page cannot be served at this address; None where it can."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        return f"{host}:{port} cannot be used: {error.strerror or error}. Another program may be using it; server.port in config.yaml, or PORT, names another."
+    return 0 if not engine.error else 3 if isinstance(engine.error, (weights.WeightsError, ModelError)) else 1
 
 
 if __name__ == "__main__":

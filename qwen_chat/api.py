@@ -48,14 +48,28 @@ def beside_the_page(engine, conversation, config) -> dict:
     return {"lifespan": lifespan}
 
 
+# A picture in an answer or in pasted text is asked for by its address, which could carry away what was said.
+OWN_MEDIA = b"img-src 'self' data: blob:; media-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; object-src 'none'; frame-src 'none'"
+
+
 class _Fork:
+    """The API where its paths are asked for, else the page, which may load nothing from other hosts."""
+
     def __init__(self, api: ASGIApp, page: ASGIApp):
         self.api, self.page = api, page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
         ours = scope["type"] == "http" and (path in ("/v1", "/metrics", "/health") or path.startswith("/v1/"))
-        await (self.api if ours else self.page)(scope, receive, send)
+        if ours:
+            return await self.api(scope, receive, send)
+
+        async def send_with_policy(message):
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), (b"content-security-policy", OWN_MEDIA)]
+            await send(message)
+
+        await self.page(scope, receive, send_with_policy)
 
 
 class Api:

@@ -284,7 +284,7 @@ class Engine:
                 raise EngineError(f"the engine has ended: {self.error or 'it was closed'}")
             if self._n_open >= self.runtime.parallel + self.queue_size:
                 self.rejected += 1
-                raise Busy(f"{self._n_open} answers are running or waiting, which is as many as may; try again in a moment")
+                raise Busy(f"as many answers as may are running or waiting ({self._n_open}); try again in a moment")
             self._n_open += 1
             self._warm.pop(owner, None)
             self._waiting.append(task)
@@ -644,7 +644,8 @@ class Engine:
     def _fail(self, error: BaseException) -> None:
         self.error = error
         self.state = State("failed", self.state.name)
-        log.error("the engine has ended: %s", error, exc_info=self.ready.is_set())
+        if self.ready.is_set():  # before that, whoever started it says why
+            log.error("the engine has ended: %s", error, exc_info=True)
 
     def _end_all(self, error: EngineError) -> None:
         with self._news:

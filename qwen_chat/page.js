@@ -62,9 +62,15 @@
       if (cleared) return [SEND, []]; // what was still on its way came back into the chat
       return isStatus(chat.at(-1)) ? [SEND, chat.slice(0, -1)] : [SEND];
     },
-    // Writes the figures of each answer where page.css shows them: beside it, not in it.
+    // Shows each question as it was typed, not as the Markdown or HTML it might be read as, and writes the
+    // figures of each answer where page.css shows them: beside it, not in it.
     changed(chat) {
       requestAnimationFrame(() => {
+        const questions = chat.filter(fromUser).map(textOf);
+        document.querySelectorAll("#chat .user-row").forEach((row, i) => {
+          const shown = row.querySelector("[data-testid=user] .md");
+          if (shown && questions[i] !== undefined && shown.textContent !== questions[i]) shown.textContent = questions[i];
+        });
         const log = find(LOG)?.firstElementChild;
         if (log) grown.observe(log);
         const answers = chat.filter((message) => !fromUser(message));

@@ -568,11 +568,25 @@ def test_without_weights_it_ends_with_status_3_and_says_why(tmp_path):
     assert "nowhere.gguf" in program.log and "Traceback" not in program.log
 
 
-def test_with_a_file_that_is_no_model_it_ends_with_status_1(tmp_path):
+def test_with_a_file_that_is_no_model_it_ends_with_status_3(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(1000))
     program = Program(tmp_path, model={"path": str(tmp_path / "model.gguf")})
-    assert program.process.wait(PATIENCE) == 1
-    assert "Traceback" not in program.log
+    assert program.process.wait(PATIENCE) == 3
+    assert program.log.count("model.gguf: llama.cpp cannot load this file") == 1 and "Traceback" not in program.log
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_it_starts_ends_it_quietly(small_model, tmp_path, number):
+    program = Program(tmp_path, model={"path": str(small_model)})
+    until(lambda: program.log)  # its first line: the model begins to load, the page's library is still imported
+    assert program.end(number) == 0 and "Traceback" not in program.log
+
+
+def test_a_question_is_shown_as_it_was_typed_and_loads_nothing(program, page):
+    text = "What does <title> do in <head>?\n    indented, $5 and $6, # no heading\n![x](http://127.0.0.9:9/x.png) <img src=http://127.0.0.9:9/y.png>"
+    page.ask(text)
+    assert page.users.last.inner_text().strip() == text
+    assert page.hosts == {program.url.split("/")[2]}
 
 
 def test_importing_the_program_starts_nothing(tmp_path):
