@@ -28,6 +28,16 @@
   };
   document.addEventListener("scroll", scrolled, true);
 
+  // Shows each question as it was typed, not as the Markdown or HTML it might be read as, whenever Gradio renders it.
+  let questions = [];
+  const asTyped = () => {
+    document.querySelectorAll("#chat .user-row").forEach((row, i) => {
+      const shown = row.querySelector("[data-testid=user] .md");
+      if (shown && questions[i] !== undefined && shown.textContent !== questions[i]) shown.textContent = questions[i];
+    });
+  };
+  const rendered = new MutationObserver(asTyped);
+
   let cleared = false; // since the last question
   const begin = (...values) => {
     follow = true;
@@ -62,17 +72,14 @@
       if (cleared) return [SEND, []]; // what was still on its way came back into the chat
       return isStatus(chat.at(-1)) ? [SEND, chat.slice(0, -1)] : [SEND];
     },
-    // Shows each question as it was typed, not as the Markdown or HTML it might be read as, and writes the
-    // figures of each answer where page.css shows them: beside it, not in it.
+    // Writes the figures of each answer where page.css shows them: beside it, not in it.
     changed(chat) {
+      questions = chat.filter(fromUser).map(textOf);
       requestAnimationFrame(() => {
-        const questions = chat.filter(fromUser).map(textOf);
-        document.querySelectorAll("#chat .user-row").forEach((row, i) => {
-          const shown = row.querySelector("[data-testid=user] .md");
-          if (shown && questions[i] !== undefined && shown.textContent !== questions[i]) shown.textContent = questions[i];
-        });
+        asTyped();
         const log = find(LOG)?.firstElementChild;
         if (log) grown.observe(log);
+        if (log) rendered.observe(log, { childList: true, subtree: true, characterData: true });
         const answers = chat.filter((message) => !fromUser(message));
         document.querySelectorAll("#chat .bot-row").forEach((row, i) => {
           const { id, log } = answers[i]?.metadata ?? {};
