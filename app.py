@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import aclosing
 from functools import partial
 
 if __name__ == "__main__":
@@ -13,6 +14,7 @@ if __name__ == "__main__":
 
 from qwen_chat import weights
 from qwen_chat.address import why_not
+from qwen_chat.condense import Condenser
 from qwen_chat.config import load_or_exit
 from qwen_chat.conversation import Conversation, TooLong
 from qwen_chat.engine import Busy, Engine, EngineError
@@ -22,6 +24,7 @@ from qwen_chat.sampling import Sampling
 config = load_or_exit()
 engine = Engine(config.runtime, partial(weights.find, config.model), config.server.queue_size, lambda: conversation.opening())
 conversation = Conversation(engine, config)
+condenser = Condenser(engine, conversation, config)
 sampling = Sampling.from_config(config)
 
 if __name__ == "__main__":
@@ -49,6 +52,11 @@ async def respond(message: str, history: list[dict], request: gr.Request):
             yield ui.status(words.state(state))
         await engine.wait_ready()
         messages, session = [*history, {"role": "user", "content": message}], request.session_hash
+        fitted = condenser.on(messages)
+        async with aclosing(fitted.parts()) as parts:
+            async for part in parts:
+                yield ui.status(words("condensing", number=part.number, count=part.count))
+        messages = fitted.messages
         prompt = conversation.prompt(messages)
         reply = engine.stream(
             prompt.tokens, sampling, prompt.max_tokens, prompt.stop, owner=session, trimmed=prompt.trimmed,
@@ -60,7 +68,8 @@ async def respond(message: str, history: list[dict], request: gr.Request):
                 yield answer
             elif waiting := words.waiting(reply):
                 yield ui.status(waiting)
-        yield ui.answer(answer, words.figures(reply.stats, engine.info.n_ctx, prompt.dropped))
+        figures = words.figures(reply.stats, engine.info.n_ctx, fitted.result)
+        yield ui.answer(answer, figures, prompt.dropped, words.out_of_view(prompt))
         if not answer:
             yield ui.notice(words("empty"))
     except Exception as error:
@@ -76,7 +85,7 @@ def _apology(error: Exception, words) -> str:
     if isinstance(error, Busy):
         return words("busy")
     if isinstance(error, TooLong):
-        return words("too_long", size=f"{error.size:,}", limit=f"{error.limit:,}")
+        return words("too_long", size=f"{error.size:,}", limit=f"{error.limit:,}", excess=f"{error.size - error.limit:,}")
     if isinstance(error, EngineError):
         return words("failed", reason=error)
     log.error("an answer failed", exc_info=error)
@@ -86,11 +95,11 @@ def _apology(error: Exception, words) -> str:
 def typed(message: str, history: list[dict], request: gr.Request) -> None:
     """Computes ahead what is being typed, so that only its last few tokens are left when it is sent."""
     if engine.state.phase == "ready":
-        prompt = conversation.prompt([*history, {"role": "user", "content": message}])
+        prompt = conversation.prompt(condenser.shown([*history, {"role": "user", "content": message}]))
         engine.warm(request.session_hash, prompt.tokens, prompt.trimmed)
 
 
-demo = ui.ChatPage(respond, typed, engine, config)
+demo = ui.ChatPage(respond, typed, condenser.measure, engine, config)
 
 
 def main() -> int:

@@ -116,11 +116,13 @@ class Generation(Section):
 
 class History(Section):
     max_turns: int = Field(0, ge=0, le=10_000)
+    overflow: Literal["drop", "condense"] = "drop"
 
 
 class Chat(Section):
     system_prompt: str = "你是一个乐于助人的助手。You are a helpful assistant."
     history: History = History()
+    long_input: Literal["condense", "refuse"] = "condense"
     type_ahead: bool = True
     examples: list[Text] = [
         "帮我写一首关于春天的诗",

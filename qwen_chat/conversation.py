@@ -14,6 +14,8 @@ from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 QUESTION = 48  # tokens kept free for the next question when turns are dropped
 SMALLEST_ANSWER = 64  # tokens that a long message must leave for its answer
 REMEMBERED = 100_000  # tokens of texts that are kept at hand
+LARGEST_KEPT = REMEMBERED // 4  # tokens; a longer text would push out those of all conversations
+SAMPLE = 8_000  # characters of a very long text that are counted to estimate it, at three places
 MARK = re.compile("\ue000(\\d+)\ue001")  # where a message's text goes; private-use characters
 
 
@@ -29,7 +31,7 @@ class TooLong(Exception):
 class Prompt:
     """What the engine is asked: the prompt, and how long the answer may be (tokens).
 
-    `dropped` turns, the oldest, are no longer in view. `follow` is what surely comes after the answer.
+    `dropped` turns, the oldest, are no longer in view; of those `note` tells, if there is one. `follow` is what surely comes after the answer.
     """
 
     tokens: list[int]
@@ -37,6 +39,7 @@ class Prompt:
     dropped: int = 0
     follow: list[int] = field(default_factory=list)
     stop: list[str] = field(default_factory=list)
+    note: str = ""
 
     @property
     def trimmed(self) -> bool:
@@ -59,10 +62,11 @@ class ChatTemplate:
         self._held = 0  # tokens in it
         self._lock = Lock()
 
-    def render(self, messages: list[dict], answering: bool = True) -> list[list[int]]:
+    def render(self, messages: list[dict], answering: bool = True, keep: bool = True) -> list[list[int]]:
         """Token ids in pieces: one for each message, with the template's text before it, and one for the end.
 
-        `answering` adds the start of the assistant's turn. Raises ValueError where the template
+        `answering` adds the start of the assistant's turn; without `keep` the texts are not kept at hand,
+        for they will not come again. Raises ValueError where the template
         refuses the conversation.
         """
         marked = [{"role": message["role"], "content": f"\ue000{number}\ue001"} for number, message in enumerate(messages)]
@@ -71,12 +75,13 @@ class ChatTemplate:
         except Exception as error:
             raise ValueError(f"the model's chat template refuses this conversation: {error}") from None
         parts = MARK.split(text)
-        pieces = [self._tokens(parts[0], special=True)]
+        pieces = [self.tokens(parts[0], special=True)]
         if self._bos and pieces[0][: len(self._bos)] != self._bos:
             pieces[0] = self._bos + pieces[0]
         for number, after in zip(parts[1::2], parts[2::2]):
-            pieces[-1] = pieces[-1] + self._tokens(messages[int(number)]["content"])
-            pieces.append(self._tokens(after, special=True))
+            text = messages[int(number)]["content"]
+            pieces[-1] = pieces[-1] + (self.tokens(text) if keep else self._model.tokenize(text))
+            pieces.append(self.tokens(after, special=True))
         return pieces
 
     def plain(self, text: str) -> list[int]:
@@ -87,7 +92,8 @@ class ChatTemplate:
         """Has `text`, when it is in a later prompt, stand for exactly the tokens the model chose for it."""
         self._keep((text, False), list(tokens))
 
-    def _tokens(self, text: str, special: bool = False) -> list[int]:
+    def tokens(self, text: str, special: bool = False) -> list[int]:
+        """Token ids of `text` as it is in a message; `special` reads control tokens as such."""
         key = (text, special)
         try:
             self._known.move_to_end(key)
@@ -96,6 +102,8 @@ class ChatTemplate:
             return self._keep(key, self._model.tokenize(text, special))
 
     def _keep(self, key: tuple[str, bool], tokens: list[int]) -> list[int]:
+        if len(tokens) > LARGEST_KEPT:
+            return tokens
         with self._lock:
             self._held += len(tokens) - len(self._known.pop(key, ()))
             self._known[key] = tokens
@@ -146,19 +154,35 @@ class Conversation:
         tokens = sum(self.template.render(view), [])
         return Prompt(tokens, room, start, self._follow(view), list(self._config.generation.stop))
 
-    def whole(self, messages: list[dict]) -> Prompt:
+    def whole(self, messages: list[dict], keep: bool = True) -> Prompt:
         """The prompt for the answer to all of `messages` as they are, with all the room that is left.
 
-        Raises TooLong where they leave none.
+        Without `keep` their tokens are not kept at hand. Raises TooLong where they leave none.
         """
         view = flatten(messages)
         if not any(message["role"] == "system" for message in view):
             view = [*self._system(), *view]
-        return self._with_room(sum(self.template.render(view), []), self._follow(view))
+        return self._with_room(sum(self.template.render(view, keep=keep), []), self._follow(view) if keep else [])
 
     def plain(self, text: str) -> Prompt:
         """The prompt for the continuation of `text`, with no template around it."""
         return self._with_room(self.template.plain(text), [])
+
+    def count(self, text: str) -> int:
+        """How many tokens `text` is."""
+        return len(self._engine.model.tokenize(text))
+
+    def size(self, text: str) -> int:
+        """How many tokens `text` is; of more than three samples an estimate, since counting 1 MB takes seconds."""
+        if len(text) <= 3 * SAMPLE:
+            return len(self.template.tokens(text))
+        starts = (0, (len(text) - SAMPLE) // 2, len(text) - SAMPLE)
+        return sum(self.count(text[start : start + SAMPLE]) for start in starts) * len(text) // (3 * SAMPLE)
+
+    def longest(self) -> int:
+        """How many tokens a message may have, so that it fits the window with its answer."""
+        costs, base = self._costs(self._system(), [[{"role": "user", "content": ""}]])
+        return self._engine.n_ctx - base - costs[0] - min(self._config.generation.max_tokens, SMALLEST_ANSWER)
 
     def _with_room(self, tokens: list[int], follow: list[int]) -> Prompt:
         room = self._engine.n_ctx - len(tokens)

@@ -200,6 +200,7 @@ class _Task:
     trimmed: bool
     follow: list[int]
     on_end: Callable[[Reply], None] | None
+    keep: bool = True
     asked: float = field(default_factory=time.perf_counter)
     first: float = 0.0
     sequence: Sequence | None = None
@@ -266,19 +267,21 @@ class Engine:
         trimmed: bool = False,
         follow: list[int] = (),
         on_end: Callable[[Reply], None] | None = None,
+        keep: bool = True,
     ) -> Reply:
         """Asks for the continuation of `tokens`; returns at once.
 
         `owner` names the conversation, `trimmed` says that it dropped old turns before this prompt,
         `follow` is what the next prompt surely has after this answer and is computed when it ends.
-        `on_end` is called by the decode thread. Raises Busy, or EngineError when the engine has ended.
+        `on_end` is called by the decode thread. Without `keep` nothing of it stays in the cache: no
+        conversation goes on from there. Raises Busy, or EngineError when the engine has ended.
         """
         prompt = token_array(tokens)
         if not prompt:
             raise EngineError("an empty prompt has no continuation")
         self.start()
         reply = Reply(self, len(prompt))
-        task = _Task(reply, prompt, sampling, max_tokens, list(stop), owner, trimmed, list(follow), on_end)
+        task = _Task(reply, prompt, sampling, max_tokens, list(stop), owner, trimmed, list(follow), on_end, keep)
         with self._news:
             if self.error or self._closing:
                 raise EngineError(f"the engine has ended: {self.error or 'it was closed'}")
@@ -567,6 +570,8 @@ class Engine:
         if task.sampler:
             task.sampler.close()
         if task.sequence is not None:
+            if not task.keep:
+                self.cache.cut(task.sequence, 0)
             self.cache.release(task.sequence)
             if task.follow and reason in ("stop", "length") and not task.text.stopped:
                 self._warm_follow(task)

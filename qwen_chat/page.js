@@ -3,6 +3,7 @@
 // inputs and returns those of its outputs; an empty list leaves everything as it is.
 (() => {
   const TYPING_PAUSE = 150; // milliseconds without a key before the text is handed over
+  const MOST_TYPED = 100_000; // characters; a longer text fits no usual window, so nothing of it can be computed ahead
   const STOP = { __type__: "update", submit_btn: false, stop_btn: true };
   const SEND = { __type__: "update", submit_btn: true, stop_btn: false };
 
@@ -84,7 +85,7 @@
         document.querySelectorAll("#chat .bot-row").forEach((row, i) => {
           const { id, log } = answers[i]?.metadata ?? {};
           row.dataset.kind = id ?? "answer";
-          if (row.nextElementSibling?.matches(".message-buttons")) row.nextElementSibling.dataset.figures = log ?? "";
+          if (row.nextElementSibling?.matches(".message-buttons")) row.nextElementSibling.dataset.figures = (log ?? "").split("\n")[0];
         });
       });
       return [];
@@ -96,7 +97,8 @@
   const soon = () => {
     clearTimeout(timer);
     timer = setTimeout(() => {
-      if (!answering() && find("#box textarea")?.value.trim()) find("#typed")?.click();
+      const text = find("#box textarea")?.value ?? "";
+      if (!answering() && text.trim() && text.length <= MOST_TYPED) find("#typed")?.click();
     }, TYPING_PAUSE);
   };
   const typed = (event) => {

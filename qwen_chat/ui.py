@@ -6,6 +6,7 @@ The chat lives in the browser. What starts an answer puts the question into the 
 
 import asyncio
 import html
+import json
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +23,7 @@ from . import __version__, texts  # noqa: E402
 log = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
+SCRIPTS = ("page.js", "page_text.js")
 UPDATE_SECONDS = 0.05  # between two updates of a growing answer
 LONG_CHAT = 40  # messages; beyond them the updates cost twice as much, and come half as often
 STATUS_SECONDS = 0.25  # between two looks at what an answer waits for
@@ -38,9 +40,12 @@ LATEX = [
 ]
 
 
-def answer(text: str, figures: str = "") -> dict:
-    """A message of the assistant; `figures` are shown under it and are not part of it."""
-    return _message("assistant", text, {"log": figures})
+def answer(text: str, figures: str = "", dropped: int = 0, line: str = "") -> dict:
+    """A message of the assistant; `figures` are shown under it and are not part of it.
+
+    `line` stands in the chat after the first `dropped` rounds, until there is another answer.
+    """
+    return _message("assistant", text, {"log": f"{figures}\n{dropped}\n{line}" if line else figures})
 
 
 def status(text: str) -> dict:
@@ -101,10 +106,11 @@ async def pieces(reply, history: list[dict]) -> AsyncIterator[str]:
 class ChatPage(gr.ChatInterface):
     """The page around `respond(message, history, request)`, an async generator of the answer so far."""
 
-    def __init__(self, respond: Callable, typed: Callable, engine, config):
+    def __init__(self, respond: Callable, typed: Callable, measure: Callable, engine, config):
         self.engine = engine
         self.settings = config
         self.typed = typed if config.chat.type_ahead else None
+        self.measure = measure
         self._answering: set[str] = set()  # sessions; one answer at a time for each
         super().__init__(
             respond,
@@ -142,7 +148,7 @@ class ChatPage(gr.ChatInterface):
             auth=[(login.user, login.password.get_secret_value()) for login in server.auth] or None,
             theme=_theme(),
             css=(HERE / "page.css").read_text(encoding="utf-8"),
-            head=f"<script>{(HERE / 'page.js').read_text(encoding='utf-8')}</script>",
+            head="".join(f"<script>{(HERE / name).read_text(encoding='utf-8')}</script>" for name in SCRIPTS),
             footer_links=[],
             run_history=False,
             enable_monitoring=False,
@@ -163,10 +169,45 @@ class ChatPage(gr.ChatInterface):
         self.banner = gr.HTML(elem_id="banner")
 
     def _render_footer(self):
+        self._render_text_row()
         self.about = gr.HTML(elem_id="about")
         self.typing = gr.Button(elem_id="typed", visible="hidden")
 
+    def _render_text_row(self):
+        """Below the box: a button that adds a file's text to it, and how large the text in it is."""
+        with gr.Row(elem_id="below"):
+            self.attach = gr.HTML(elem_id="attach")
+            self.size = gr.HTML(elem_id="size")
+        self.sizing = gr.Button(elem_id="sized", visible="hidden")
+
     # Events
+
+    def _setup_text_events(self):
+        """What page_text.js asks of the server. Files are read by the browser; only their text is sent, as any message."""
+        self.load(self._attach_words, None, [self.attach], **self._quiet())
+        self.chatbot.change(None, [self.chatbot], None, js="chatText.changed")
+        self.sizing.click(
+            self._sized, [self.textbox], [self.size], js="chatText.sample", queue=False, trigger_mode="always_last", **self._quiet()
+        )
+
+    def _attach_words(self, request: gr.Request) -> str:
+        words = self.words(request)
+        said = {name: html.escape(words(f"file_{name}", name="{name}")) for name in ("binary", "large", "unreadable")}
+        data = " ".join(f'data-{name}="{text}"' for name, text in said.items())
+        label = html.escape(words("attach"))
+        return (
+            f'<button type="button" aria-label="{label}" title="{label}">＋</button>'
+            f'<input type="file" multiple hidden><span role="alert" data-words {data}></span>'
+        )
+
+    def _sized(self, sample: str, request: gr.Request) -> str:
+        """How large the text in the box is, from samples of it; neither logged nor kept."""
+        try:
+            given = json.loads(sample)
+            return html.escape(self.words(request).size(self.measure(given["samples"], given["length"])))
+        except Exception:
+            log.debug("a text was not counted")
+            return ""
 
     def _setup_events(self):
         chat, box = self.chatbot, self.textbox
@@ -188,6 +229,7 @@ class ChatPage(gr.ChatInterface):
         chat.clear(None, js="chatPage.clear", api_visibility="private")
         chat.clear(None, cancels=answers, api_visibility="private")
         chat.change(None, [chat], None, js="chatPage.changed")
+        self._setup_text_events()
 
         announced = self.load(self._announce, None, [self.banner, self.about, box, chat], **self._quiet())
         if self.typed:
