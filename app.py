@@ -52,7 +52,7 @@ async def respond(message: str, history: list[dict], request: gr.Request):
             yield ui.status(words.state(state))
         await engine.wait_ready()
         messages, session = [*history, {"role": "user", "content": message}], request.session_hash
-        fitted = condenser.on(messages)
+        fitted = condenser.on(messages, session)
         async with aclosing(fitted.parts()) as parts:
             async for part in parts:
                 yield ui.status(words("condensing", number=part.number, count=part.count))
@@ -60,7 +60,7 @@ async def respond(message: str, history: list[dict], request: gr.Request):
         prompt = conversation.prompt(messages)
         reply = engine.stream(
             prompt.tokens, sampling, prompt.max_tokens, prompt.stop, owner=session, trimmed=prompt.trimmed,
-            follow=prompt.follow, on_end=lambda reply: conversation.after(reply, messages, session),
+            follow=prompt.follow, on_end=lambda reply: condenser.after(reply, messages, session),
         )
         async for text in ui.pieces(reply, history):
             answer += text

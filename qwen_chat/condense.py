@@ -7,12 +7,16 @@ are served in between. What was condensed is remembered, so that later turns fin
 The request usually stands around the text that was pasted. The first and the last paragraph (if that is long, line;
 if that is long, sentence) are kept word for word; where such a line is no request after all, it is a title or a
 closing sentence, and does no harm. A small model that summarises passes over the one fact that is asked for, so the
-sentences that have the most rare words in common with the request stand word for word beside the summaries. The
-summaries themselves depend on the text alone: another question about it finds them ready.
+sentences that have the most rare words in common with it stand word for word beside the summaries. The summaries
+themselves depend on the text alone: another question about it finds them ready.
+
+With `history.overflow: condense`, rounds that leave the window are summarised too, into one short note, after an
+answer, while the person reads. Until the note is there, and where it cannot be had, they are simply gone.
 """
 
 import asyncio
 import hashlib
+import logging
 import math
 import re
 from collections import Counter, OrderedDict
@@ -20,9 +24,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from threading import Lock
 
-from .conversation import TooLong, flatten
-from .engine import Busy
+from .conversation import NOTE, TooLong, flatten
+from .engine import Busy, EngineError, Reply
 from .sampling import Sampling
+
+log = logging.getLogger(__name__)
 
 LONGEST_PART = 420  # tokens; of more, a small model tells only the end
 MOST_TOKENS = 80_000  # of one message: more would take longer than anybody waits
@@ -47,11 +53,19 @@ ENGLISH_WORDS = {
     "ask": "Shorten the following text to at most {words} words. Keep names, numbers and conclusions.\n\n{text}\n\nSummary:",
     "condensed": "[The text, condensed]",
     "quoted": "[From the text, word for word]",
+    "note": "Earlier in this conversation: {text}",
+    "recall": "Shorten the following conversation to at most {words} words. Keep what was asked and answered, names and facts.\n\n{text}\n\nSummary:",
+    "user": "Person: {text}",
+    "assistant": "Assistant: {text}",
 }
 CHINESE_WORDS = {
     "ask": "{text}\n\n请用一段话概括以上内容，不超过{words}字，保留人名和数字。",
     "condensed": "【原文压缩稿】",
     "quoted": "【原文摘录】",
+    "note": "此前的对话：{text}",
+    "recall": "{text}\n\n请用一段话概括以上对话，不超过{words}字，保留问过什么、答过什么、人名和事实。",
+    "user": "用户：{text}",
+    "assistant": "助手：{text}",
 }
 WORDS_PER_TOKEN = 0.6, 1.0  # of an English and of a Chinese summary: told less than it may write, a model ends by itself
 
@@ -94,6 +108,9 @@ class Condenser:
         self._config = config
         self._messages = Memory(lambda condensed: len(condensed.text))
         self._summaries = Memory(len)
+        self._notes = Memory(len)
+        self._noting: dict[object, Reply] = {}  # by owner; the decode thread's and the event loop's
+        conversation.note_of = self.note_of
 
     def measure(self, samples: list[str], length: int) -> "Size":
         """How large a text of `length` characters is, of which there are samples, and what will become of it.
@@ -107,8 +124,13 @@ class Condenser:
             return Size(tokens, self._engine.n_ctx, limit, "condensed")
         return Size(tokens, self._engine.n_ctx, limit if self._config.chat.long_input == "refuse" else MOST_TOKENS, "refused")
 
-    def on(self, messages: list[dict]) -> "Condensing":
-        """The condensing of what in `messages`, the last of which is the person's, is too long."""
+    def on(self, messages: list[dict], owner: object = None) -> "Condensing":
+        """The condensing of what in `messages`, the last of which is the person's, is too long.
+
+        A note that is being written for `owner` is given up: nobody waits for it.
+        """
+        if noting := self._noting.pop(owner, None):
+            noting.cancel()
         return Condensing(self, flatten(messages))
 
     def shown(self, messages: list[dict]) -> list[dict]:
@@ -194,6 +216,43 @@ class Condenser:
                     raise
                 await asyncio.sleep(pause)
 
+    # Notes of earlier turns
+
+    def note_of(self, gone: list[dict]) -> str:
+        """The note of these messages; "" where there is none, or not yet."""
+        return self._notes.get(_key(gone)) or ""
+
+    def after(self, reply, messages: list[dict], owner: object, max_tokens: int | None = None) -> None:
+        """Prepares the next turn, as Conversation.after, and has a note written of the turns it will have dropped."""
+        ahead = self._conversation.after(reply, messages, owner, max_tokens)
+        if not (ahead and ahead.gone and self._conversation.takes_notes) or ahead.note or self._engine.waiting:
+            return
+        words = CHINESE_WORDS if _is_chinese("".join(message["content"] for message in ahead.gone)) else ENGLISH_WORDS
+
+        def written(note: Reply) -> None:
+            if self._noting.get(owner) is note:
+                del self._noting[owner]
+            text = note.text.strip()
+            if text and note.stats.finish_reason in ("stop", "length"):
+                self._notes.put(_key(ahead.gone), words["note"].format(text=_without_a_torn_end(text)))
+                self._conversation.after(reply, messages, owner, max_tokens)
+
+        try:
+            tokens = self._recall(ahead.gone, words)
+            self._noting[owner] = self._engine.stream(tokens, STEADY, NOTE - 16, owner=object(), on_end=written, keep=False)
+        except (EngineError, TooLong):
+            log.debug("no note was written")
+
+    def _recall(self, gone: list[dict], words: dict) -> list[int]:
+        """The prompt for a note of `gone`: of the note before it, and of what has left the window since."""
+        known = max((at for at in range(len(gone)) if self._notes.get(_key(gone[:at]))), default=0)
+        told = [self.note_of(gone[:known])] if known else []
+        told += [words[message["role"]].format(text=message["content"]) for message in gone[known:]]
+        asked = words["recall"].format(text="{text}", words=60)
+        room = self._conversation.whole([{"role": "user", "content": asked}], False).max_tokens - NOTE
+        newest = split("\n".join(told), max(16, room), self._conversation.count)[-1]
+        return self._conversation.whole([{"role": "user", "content": asked.replace("{text}", newest)}], False).tokens
+
 
 class Condensing:
     """One conversation on its way into the window. `messages` are what the model is to read, once `parts` has ended;
@@ -242,7 +301,7 @@ class Plan:
         kept = min(LONGEST_REQUEST, longest // 8)
         self._head, self.body, self._tail = frame(text, kept, conversation.count)
         budget = min(QUOTES[1], (longest - max_tokens) // 4)
-        self._quotes = quotes(self.body, f"{self._head}\n{self._tail}", budget, conversation.count)
+        self._quotes = quotes(self.body, _request(self._head, self._tail), budget, conversation.count)
         self.most = max(SUMMARY[0], longest - max_tokens - conversation.count(self.whole("")))
         empty = conversation.whole([{"role": "user", "content": self.ask("", 1000)}], False)
         self._smallest = min(SUMMARY[0], self.most // 2, empty.max_tokens // 4)
@@ -343,6 +402,12 @@ def frame(text: str, most: int, count: Callable[[str], int]) -> tuple[str, str, 
     return head, rest[: len(rest) - len(tail)], tail
 
 
+def _request(head: str, tail: str) -> str:
+    """What is asked for: of head and tail those that end in a question mark or a colon, else the shorter."""
+    edges = [edge.strip() for edge in (tail, head) if edge.strip()]
+    return "\n".join(edge for edge in edges if edge[-1] in "?？:：") or min(edges, key=len, default="")
+
+
 def quotes(text: str, request: str, most: int, count: Callable[[str], int]) -> str:
     """The sentences of `text` that have the most in common with `request`, in their order; at most `most` tokens.
 
@@ -410,6 +475,10 @@ def _unanswered(messages: list[dict]) -> list[int]:
     while at and (messages[at - 1]["role"] == "user" or not messages[at - 1]["content"]):
         at -= 1
     return [place for place in range(at, len(messages)) if messages[place]["role"] == "user"]
+
+
+def _key(messages: list[dict]) -> str:
+    return "".join(f"{message['role']}\0{message['content']}\0" for message in messages)
 
 
 def _is_chinese(text: str) -> bool:

@@ -6,12 +6,14 @@ can end a turn or plant a system message by typing one.
 
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Lock
 
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 QUESTION = 48  # tokens kept free for the next question when turns are dropped
+NOTE = 96  # tokens that the note of earlier turns may have
 SMALLEST_ANSWER = 64  # tokens that a long message must leave for its answer
 REMEMBERED = 100_000  # tokens of texts that are kept at hand
 LARGEST_KEPT = REMEMBERED // 4  # tokens; a longer text would push out those of all conversations
@@ -40,6 +42,7 @@ class Prompt:
     follow: list[int] = field(default_factory=list)
     stop: list[str] = field(default_factory=list)
     note: str = ""
+    gone: list[dict] = field(default_factory=list, repr=False)  # the messages of the dropped turns
 
     @property
     def trimmed(self) -> bool:
@@ -113,11 +116,15 @@ class ChatTemplate:
 
 
 class Conversation:
-    """Makes prompts for an engine by the settings of config.yaml. Usable once the engine has its model."""
+    """Makes prompts for an engine by the settings of config.yaml. Usable once the engine has its model.
+
+    `note_of(messages)` is asked for a note of turns that are dropped, with `history.overflow: condense`.
+    """
 
     def __init__(self, engine, config):
         self._engine = engine
         self._config = config
+        self.note_of: Callable[[list[dict]], str] = lambda messages: ""
         self._made: ChatTemplate | None = None
 
     @property
@@ -145,14 +152,31 @@ class Conversation:
         costs, base = self._costs(system, turns)
         most = self._config.chat.history.max_turns
         start = max(0, len(turns) - most) if most else 0
-        start = self._first_that_fits(costs, start, n_ctx - wanted - base)
-        size = base + sum(costs[start:])
-        room = min(wanted, n_ctx - size)
+        start = self._first_that_fits(costs, start, n_ctx - wanted - base - (NOTE if self.takes_notes else 0))
+        room = min(wanted, n_ctx - base - sum(costs[start:]))
         if room < min(wanted, SMALLEST_ANSWER):
             raise TooLong(costs[-1], n_ctx - base - min(wanted, SMALLEST_ANSWER))
-        view = [*system, *(message for turn in turns[start:] for message in turn)]
-        tokens = sum(self.template.render(view), [])
-        return Prompt(tokens, room, start, self._follow(view), list(self._config.generation.stop))
+        gone, kept = sum(turns[:start], []), sum(turns[start:], [])
+        note = self.note_of(gone) if gone and self.takes_notes else ""
+        tokens, view = self._with_note(system, note, kept)
+        if note and n_ctx - len(tokens) < min(wanted, SMALLEST_ANSWER):
+            note = ""
+            tokens, view = self._with_note(system, note, kept)
+        return Prompt(tokens, min(wanted, n_ctx - len(tokens)), start, self._follow(view), list(self._config.generation.stop), note, gone)
+
+    @property
+    def takes_notes(self) -> bool:
+        """Whether turns that do not fit leave a note. Those beyond `max_turns` do not: they go one by one, so it would
+        be another note at every turn."""
+        history = self._config.chat.history
+        return history.overflow == "condense" and not history.max_turns
+
+    def _with_note(self, system: list[dict], note: str, kept: list[dict]) -> tuple[list[int], list[dict]]:
+        """The prompt's tokens and messages; the note stands at the head of the first message that is kept."""
+        if note:
+            kept = [{**kept[0], "content": f"{note}\n\n{kept[0]['content']}"}, *kept[1:]]
+        view = [*system, *kept]
+        return sum(self.template.render(view), []), view
 
     def whole(self, messages: list[dict], keep: bool = True) -> Prompt:
         """The prompt for the answer to all of `messages` as they are, with all the room that is left.
@@ -195,17 +219,18 @@ class Conversation:
         if reply.tokens and reply.text:
             self.template.remember(reply.text, reply.tokens)
 
-    def after(self, reply, messages: list[dict], owner: object, max_tokens: int | None = None) -> None:
+    def after(self, reply, messages: list[dict], owner: object, max_tokens: int | None = None) -> Prompt | None:
         """Prepares the next turn of a conversation that has just been answered: if that will have to drop turns,
-        they are dropped now, while the answer is read."""
+        they are dropped now, while the answer is read. Returns the prompt of that turn, its question empty."""
         self.remember(reply)
         if not reply.text:
-            return
+            return None
         answered = [*messages, {"role": "assistant", "content": reply.text}, {"role": "user", "content": ""}]
         ahead = self.prompt(answered, max_tokens)
-        if ahead.dropped > self.prompt(messages, max_tokens).dropped:
+        if ahead.note or ahead.dropped > self.prompt(messages, max_tokens).dropped:
             end = len(self.template.render([{"role": "user", "content": ""}])[-1])
             self._engine.warm(owner, ahead.tokens[: len(ahead.tokens) - end], trimmed=True)
+        return ahead
 
     def _system(self) -> list[dict]:
         text = self._config.chat.system_prompt
@@ -222,13 +247,13 @@ class Conversation:
         return costs, base
 
     def _first_that_fits(self, costs: list[int], start: int, room: int) -> int:
-        """The first turn to keep. Where the model cannot shift its cache every drop means computing all
-        anew, so then half the room is freed at once, and the same again only when that is used up."""
+        """The first turn to keep. Where every drop means computing all anew, for the model cannot shift its
+        cache or there is another note, half the room is freed at once, and the same again only when that is used up."""
 
         def size(end: int) -> int:
             return sum(costs[start : end - 1]) + max(costs[end - 1], QUESTION)
 
-        if self._engine.can_shift:
+        if self._engine.can_shift and not self.takes_notes:
             while start < len(costs) - 1 and size(len(costs)) > room:
                 start += 1
             return start

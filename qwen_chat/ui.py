@@ -204,7 +204,8 @@ class ChatPage(gr.ChatInterface):
         """How large the text in the box is, from samples of it; neither logged nor kept."""
         try:
             given = json.loads(sample)
-            return html.escape(self.words(request).size(self.measure(given["samples"], given["length"])))
+            text = self.words(request).size(self.measure(given["samples"], given["length"]))
+            return f"<output>{html.escape(text)}</output>"
         except Exception:
             log.debug("a text was not counted")
             return ""

@@ -321,3 +321,86 @@ def test_the_size_of_a_long_text_is_estimated(bot):
     text = "".join(f"{n} is a number, {n + 1} another one. " for n in range(3000))
     assert bot.conversation.size(text) == pytest.approx(bot.conversation.count(text), rel=0.1)
     assert bot.conversation.size(text[:5000]) == bot.conversation.count(text[:5000])
+
+
+# Notes of earlier turns
+
+
+@pytest.fixture(scope="module")
+def noting(make_bot):
+    bot = make_bot(
+        runtime={"n_ctx": 384, "parallel": 1}, generation={"max_tokens": 64}, chat={"history": {"overflow": "condense"}}
+    )
+    return bot, condenser(bot)
+
+
+def turn(noting, messages, number, wait=True):
+    """One more turn; returns its prompt and its reply."""
+    bot, person = noting
+    messages.append(user(f"Number {number}: say a few words about the colour of stone {number} in the river."))
+    shown = person.on(messages, "me").messages
+    prompt = bot.conversation.prompt(shown)
+    reply = bot.engine.stream(
+        prompt.tokens, Sampling(temperature=0), 24, owner="me", trimmed=prompt.trimmed, follow=prompt.follow,
+        on_end=lambda reply: person.after(reply, shown, "me"),
+    )
+    messages.append(answer("".join(reply)))
+    if wait:
+        quiet(bot)
+    return prompt, reply
+
+
+def test_turns_that_leave_the_window_stay_as_a_short_note_that_rarely_changes(noting):
+    bot, _ = noting
+    messages, prompts, replies = [], [], []
+    for number in range(14):
+        prompt, reply = turn(noting, messages, number)
+        prompts.append(prompt)
+        replies.append(reply)
+    notes = [prompt.note for prompt in prompts]
+    assert all(bool(prompt.note) == bool(prompt.dropped) for prompt in prompts) and notes[-1]
+    assert all(note.startswith("Earlier in this conversation: ") for note in notes if note)
+    assert 2 <= len(set(notes)) - 1 < sum(map(bool, notes))
+    for prompt, reply in zip(prompts[1:], replies[1:]):
+        assert len(prompt.tokens) + prompt.max_tokens <= bot.engine.n_ctx
+        assert prompt.max_tokens == 64
+        assert len(prompt.tokens) - reply.stats.cached_tokens < 48  # the question alone was left to compute
+    text = b"".join(bot.engine.model.piece(token, special=True) for token in prompts[-1].tokens).decode()
+    assert text.count(notes[-1]) == 1 and f"user\n{notes[-1]}\n\nNumber {prompts[-1].dropped}:" in text
+
+
+def test_a_question_does_not_wait_for_a_note(noting):
+    bot, person = noting
+    messages, ended = [user("Hello.")], []
+    messages.append(answer("word " * 300))
+    bot.engine.on_answer.append(ended.append)
+    try:
+        turn(noting, messages, 20, wait=False)
+        until(lambda: person._noting and bot.engine.running)
+        prompt, _ = turn(noting, messages, 21, wait=False)
+    finally:
+        bot.engine.on_answer.remove(ended.append)
+    assert prompt.dropped and not prompt.note
+    assert [reply.stats.finish_reason == "cancelled" for reply in ended] == [False, True, False]
+    quiet(bot)
+    assert not person._noting and turn(noting, messages, 22)[0].note  # there was time for it at last
+
+
+def test_with_max_turns_turns_leave_no_note(make_bot):
+    bot = make_bot(chat={"history": {"max_turns": 2, "overflow": "condense"}})
+    asked = []
+    bot.conversation.note_of = lambda gone: asked.append(gone) or "A note"
+    prompt = bot.conversation.prompt([user("1"), answer("a"), user("2"), answer("b"), user("3")])
+    assert prompt.dropped == 1 and not prompt.note and not asked
+
+
+def test_a_note_for_which_there_is_no_room_is_left_out(noting):
+    bot, _ = noting
+    message = user("word " * (bot.conversation.longest() - 20))
+    known = bot.conversation.note_of
+    try:
+        bot.conversation.note_of = lambda gone: "A note. " * 20
+        prompt = bot.conversation.prompt([user("Hi"), answer("Hello"), message])
+    finally:
+        bot.conversation.note_of = known
+    assert prompt.dropped == 1 and not prompt.note and prompt.max_tokens >= 64
