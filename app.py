@@ -94,7 +94,7 @@ def _apology(error: Exception, words) -> str:
 
 def typed(message: str, history: list[dict], request: gr.Request) -> None:
     """Computes ahead what is being typed, so that only its last few tokens are left when it is sent."""
-    if engine.state.phase == "ready":
+    if engine.state.phase == "ready" and conversation.size(message) < engine.n_ctx:
         prompt = conversation.prompt(condenser.shown([*history, {"role": "user", "content": message}]))
         engine.warm(request.session_hash, prompt.tokens, prompt.trimmed)
 

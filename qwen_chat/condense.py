@@ -148,14 +148,19 @@ class Condenser:
     def may_be_too_long(self, messages: list[dict]) -> bool:
         """Whether it is worth counting: as many tokens as bytes is the most a text can be."""
         size = sum(len(messages[at]["content"].encode("utf-8", "replace")) for at in _unanswered(messages))
-        return self._config.chat.long_input == "condense" and size > self._conversation.longest() // 2
+        return size > self._conversation.longest() // 2
 
     def too_long(self, messages: list[dict]) -> int | None:
-        """Which message is to be condensed so that `messages` fit: the longest of those not answered yet; None: they fit."""
-        waiting = _unanswered(messages)
-        sizes = {at: self._conversation.size(messages[at]["content"]) for at in waiting}
-        if not sizes or (sum(sizes.values()) < self._engine.n_ctx and self._fits(messages)):
+        """Which message is to be condensed so that `messages` fit: the longest of those not answered yet; None: they fit.
+
+        Raises TooLong where nothing is to be condensed.
+        """
+        sizes = {at: self._conversation.size(messages[at]["content"]) for at in _unanswered(messages)}
+        size, longest = sum(sizes.values()), self._conversation.longest()
+        if not sizes or (size < self._engine.n_ctx and self._fits(messages)):
             return None
+        if self._config.chat.long_input == "refuse":
+            raise TooLong(max(size, longest + 1), longest)
         return max(sizes, key=sizes.get)
 
     def _fits(self, messages: list[dict]) -> bool:
@@ -266,7 +271,10 @@ class Condensing:
         self.result: Condensed | None = next(filter(None, reversed(known)), None)
 
     async def parts(self) -> AsyncIterator[Progress]:
-        """Condenses what must be, and tells before each part which one it is. Nothing where all fits."""
+        """Condenses what must be, and tells before each part which one it is. Nothing where all fits.
+
+        Raises what Condenser.condense raises, and TooLong where the settings say that nothing is condensed.
+        """
         if not self._condenser.may_be_too_long(self.messages):
             return
         tried = set()
@@ -300,6 +308,8 @@ class Plan:
         self._words, self._per_token = (CHINESE_WORDS if chinese else ENGLISH_WORDS), WORDS_PER_TOKEN[chinese]
         kept = min(LONGEST_REQUEST, longest // 8)
         self._head, self.body, self._tail = frame(text, kept, conversation.count)
+        if 2 * len(self.body) < len(text):  # several short lines, not a text with a request
+            self._head, self.body, self._tail = "", text, ""
         budget = min(QUOTES[1], (longest - max_tokens) // 4)
         self._quotes = quotes(self.body, _request(self._head, self._tail), budget, conversation.count)
         self.most = max(SUMMARY[0], longest - max_tokens - conversation.count(self.whole("")))

@@ -205,6 +205,12 @@ def test_of_several_unanswered_messages_the_longest_is_condensed(bot):
     bot.conversation.prompt(condensing.messages)
 
 
+def test_many_short_lines_are_condensed_as_one_text(bot):
+    messages = [user(f"{number}. " + "word " * 60) for number in range(8)]
+    condensing, progress = asyncio.run(fitted(condenser(bot), messages))
+    assert progress and bot.conversation.prompt(condensing.messages)
+
+
 def test_stop_ends_the_running_summary_and_nothing_goes_on(bot):
     ended = []
     bot.engine.on_answer.append(ended.append)
@@ -243,7 +249,7 @@ def test_a_conversation_in_the_cache_is_not_spoiled_and_nothing_of_the_summaries
     quiet(bot)
     asyncio.run(fitted(condenser(bot), [user(STORY)]))
     quiet(bot)
-    assert len(bot.engine.cache.parked) == 1  # mine
+    assert len(bot.engine.cache.parked) == 1 and not any(map(len, bot.engine.cache.slots))  # mine, and nothing else
     again = stream(bot, messages, owner="me")
     list(again)
     assert again.stats.cached_tokens >= mine.stats.prompt_tokens + mine.stats.answer_tokens - 1
@@ -293,10 +299,10 @@ def test_a_full_line_is_waited_for_and_then_told(bot, monkeypatch):
 
 def test_with_refuse_it_is_refused_as_before(make_bot):
     bot = make_bot(runtime={"n_ctx": 256}, generation={"max_tokens": 64}, chat={"long_input": "refuse"})
-    condensing, progress = asyncio.run(fitted(condenser(bot), [user(STORY)]))
-    assert progress == [] and condensing.messages == [user(STORY)]
-    with pytest.raises(TooLong):
-        bot.conversation.prompt(condensing.messages)
+    with pytest.raises(TooLong) as refused:
+        asyncio.run(fitted(condenser(bot), [user(STORY)]))
+    assert refused.value.size == bot.conversation.count(STORY) > refused.value.limit == bot.conversation.longest()
+    assert asyncio.run(fitted(condenser(bot), [user("word " * 100)]))[1] == []
 
 
 def test_more_text_than_anybody_waits_for_is_refused(bot, monkeypatch):

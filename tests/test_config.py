@@ -58,6 +58,8 @@ def test_a_file_may_leave_keys_out(tmp_path):
         ("server: 5\n", "server: 5 found; allowed: the keys host, port"),
         ("runtime:\n", "runtime: nothing found; allowed: the keys n_ctx"),
         ("chat: {history: {max_turns: -1}}\n", "chat.history.max_turns: -1 found; allowed: a whole number from 0"),
+        ("chat: {long_input: cut}\n", "chat.long_input: 'cut' found; allowed: condense, refuse"),
+        ("chat: {history: {overflow: condence}}\n", "chat.history.overflow: 'condence' found; allowed: drop, condense"),
         ("generation: {max_tokens: 1500}\n", "generation.max_tokens: 1500 found; allowed: at most half of runtime.n_ctx (2048)"),
         ("runtime: {n_batch: 4}\n", "runtime.n_ubatch: 128 found; allowed: at most runtime.n_batch (4)"),
         ("1: 2\n", "the key 1: 1 found; allowed: the keys model, runtime"),
