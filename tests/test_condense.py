@@ -205,10 +205,9 @@ def test_of_several_unanswered_messages_the_longest_is_condensed(bot):
     bot.conversation.prompt(condensing.messages)
 
 
-def test_many_short_lines_are_condensed_as_one_text(bot):
-    messages = [user(f"{number}. " + "word " * 60) for number in range(8)]
-    condensing, progress = asyncio.run(fitted(condenser(bot), messages))
-    assert progress and bot.conversation.prompt(condensing.messages)
+def test_short_lines_alone_are_a_text_not_a_request(bot):
+    plan = condense.Plan(bot.conversation, 64, "A line.\n\nAnother line.")
+    assert plan.body == "A line.\n\nAnother line."
 
 
 def test_stop_ends_the_running_summary_and_nothing_goes_on(bot):
