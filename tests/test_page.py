@@ -27,6 +27,14 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this ma
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 240  # seconds until something counts as hanging
+# Counts how often Stop has come: an answer can be over before anybody could see it.
+COUNT_STOPS = """
+window.stops = 0;
+const isStop = (node) => node.matches?.("[data-testid=stop-button]") || node.querySelector?.("[data-testid=stop-button]");
+new MutationObserver((changes) => {
+  for (const { addedNodes } of changes) for (const node of addedNodes) if (isStop(node)) window.stops++;
+}).observe(document, { childList: true, subtree: true });
+"""
 STORY = "Tell me a very long story about a cat and a dog."  # greedily answered, it does not end by itself
 
 
@@ -98,7 +106,9 @@ class Page:
     def __init__(self, context, url: str):
         self.tab = context.new_page()
         self.tab.set_default_timeout(PATIENCE * 1000)
+        self.tab.add_init_script(COUNT_STOPS)
         self.hosts, self.requests, self.errors = set(), [], []
+        self._stops = 0  # that were waited for
         self.tab.on("request", lambda request: self._requested(request))
         self.tab.on("pageerror", lambda error: self.errors.append(error))
         self.tab.goto(url)
@@ -120,8 +130,17 @@ class Page:
 
     def finish(self):
         """Waits for the end of the answer that was just asked for."""
-        self.stop_button.wait_for()
+        self.tab.wait_for_function(f"window.stops > {self._stops}")
+        self.idle()
+
+    def stop(self):
+        self.stop_button.click()
+        self.idle()
+
+    def idle(self):
+        """Waits until no answer is on its way."""
         self.stop_button.wait_for(state="detached")
+        self._stops = self.tab.evaluate("window.stops")
 
     def ask(self, text: str) -> str:
         self.send(text)
@@ -227,8 +246,7 @@ def test_the_second_turn_reuses_the_first(page, program):
 def test_stop_keeps_what_was_written_and_frees_the_box(page, program):
     page.send(STORY)
     page.growing()
-    page.stop_button.click()
-    page.stop_button.wait_for(state="detached")
+    page.stop()
     stopped = page.answer
     until(lambda: program.answers[-1]["reason"] == "cancelled")
     assert stopped
@@ -242,8 +260,7 @@ def test_the_box_can_be_typed_in_while_an_answer_grows(page):
     page.growing()
     page.send("Not yet")  # Enter is ignored, the text stays
     assert page.box.input_value() == "Not yet"
-    page.stop_button.click()
-    page.stop_button.wait_for(state="detached")
+    page.stop()
     assert page.box.input_value() == "Not yet" and page.users.count() == 1
     page.box.press("Enter")
     page.finish()
@@ -261,12 +278,9 @@ def test_retry_answers_the_same_question_again(page):
 def test_a_retried_answer_can_be_stopped(page):
     page.send(STORY)
     page.growing()
-    page.stop_button.click()
-    page.stop_button.wait_for(state="detached")
+    page.stop()
     page.button("Retry").click()
-    page.stop_button.wait_for()
-    page.stop_button.click()
-    page.stop_button.wait_for(state="detached")
+    page.stop()
     assert page.users.all_inner_texts() == [STORY]
 
 
@@ -287,8 +301,7 @@ def test_an_edited_question_can_be_stopped(page):
     page.tab.locator(".edit-textarea").fill(STORY)
     page.tab.get_by_role("button", name="Submit").first.click()
     page.growing()
-    page.stop_button.click()
-    page.stop_button.wait_for(state="detached")
+    page.stop()
     assert page.users.all_inner_texts() == [STORY]
 
 
@@ -305,7 +318,7 @@ def test_clear_stops_the_answer(page, program):
     page.growing()
     page.button("Clear").click()
     until(lambda: program.answers[-1]["reason"] == "cancelled")
-    page.stop_button.wait_for(state="detached")
+    page.idle()
     until(lambda: page.users.count() == page.bots.count() == 0)
     page.ask("Hello")
     assert page.users.count() == page.bots.count() == 1
@@ -353,7 +366,7 @@ def test_who_comes_third_waits_in_line_or_is_told_that_all_are_busy(open_page, p
     third.send("Hello")
     third.finish()
     assert third.answer.startswith("Too many people are waiting")
-    first.stop_button.click()
+    first.stop()
     second.finish()
     assert "Waiting" not in second.answer and second.bots.count() == 1
     third.button("Retry").click()
@@ -367,11 +380,9 @@ def test_stop_while_waiting_leaves_the_line(open_page, program):
     first.growing()
     second.send("Hello")
     until(lambda: second.bots.count() and second.answer == "Waiting: 1 in line")
-    second.stop_button.click()
-    second.stop_button.wait_for(state="detached")
+    second.stop()
     assert second.bots.count() == 0 and second.users.count() == 1
-    first.stop_button.click()
-    first.stop_button.wait_for(state="detached")
+    first.stop()
     second.box.press("Enter")  # the unanswered question is asked again
     second.finish()
     assert second.users.count() == second.bots.count() == 1
