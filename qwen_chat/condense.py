@@ -15,6 +15,7 @@ answer, while the person reads. Until the note is there, and where it cannot be 
 """
 
 import asyncio
+import copy
 import hashlib
 import logging
 import math
@@ -111,6 +112,12 @@ class Condenser:
         self._notes = Memory(len)
         self._noting: dict[object, Reply] = {}  # by owner; the decode thread's and the event loop's
         conversation.note_of = self.note_of
+
+    def under(self, config) -> "Condenser":
+        """The same, with what it remembers, under other settings: for one tab that has its own."""
+        other = copy.copy(self)
+        other._conversation, other._config = self._conversation.under(config), config
+        return other
 
     def measure(self, samples: list[str], length: int) -> "Size":
         """How large a text of `length` characters is, of which there are samples, and what will become of it.
@@ -227,9 +234,9 @@ class Condenser:
         """The note of these messages; "" where there is none, or not yet."""
         return self._notes.get(_key(gone)) or ""
 
-    def after(self, reply, messages: list[dict], owner: object, max_tokens: int | None = None) -> None:
+    def after(self, reply, messages: list[dict], owner: object, max_tokens: int | None = None, begun: str = "") -> None:
         """Prepares the next turn, as Conversation.after, and has a note written of the turns it will have dropped."""
-        ahead = self._conversation.after(reply, messages, owner, max_tokens)
+        ahead = self._conversation.after(reply, messages, owner, max_tokens, begun)
         if not (ahead and ahead.gone and self._conversation.takes_notes) or ahead.note or self._engine.waiting:
             return
         words = CHINESE_WORDS if _is_chinese("".join(message["content"] for message in ahead.gone)) else ENGLISH_WORDS
@@ -240,7 +247,7 @@ class Condenser:
             text = note.text.strip()
             if text and note.stats.finish_reason in ("stop", "length"):
                 self._notes.put(_key(ahead.gone), words["note"].format(text=_without_a_torn_end(text)))
-                self._conversation.after(reply, messages, owner, max_tokens)
+                self._conversation.after(reply, messages, owner, max_tokens, begun)
 
         try:
             tokens = self._recall(ahead.gone, words)

@@ -1,5 +1,5 @@
 // Long text on the page: files whose text goes into the box, the size of what is in it, and the line in
-// the chat above which the model sees nothing any more. What it says comes with the page (#attach).
+// the chat above which the model sees nothing any more.
 (() => {
   const MOST_BYTES = 1_000_000; // of a file
   const SAMPLE = 8_000; // characters; of a longer text only three samples are sent to be counted
@@ -11,7 +11,6 @@
 
   // Files
 
-  const words = () => find("#attach [data-words]")?.dataset ?? {};
   const say = (text) => {
     const note = find("#attach [role=alert]");
     if (note) note.textContent = text;
@@ -28,16 +27,16 @@
         if (!/[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]/.test(text)) return text;
       } catch {} // another one, perhaps
     }
-    throw new Refused(words().binary);
+    throw new Refused(CHAT.word.file_binary);
   };
 
   const read = async (file) => {
-    if (file.size > MOST_BYTES) throw new Refused(words().large);
+    if (file.size > MOST_BYTES) throw new Refused(CHAT.word.file_large);
     let bytes;
     try {
       bytes = new Uint8Array(await file.arrayBuffer());
     } catch {
-      throw new Refused(words().unreadable); // a folder, or a file that is gone
+      throw new Refused(CHAT.word.file_unreadable); // a folder, or a file that is gone
     }
     return decode(bytes);
   };
@@ -137,7 +136,7 @@
     return read.filter(({ role }, i) => role === "user" && read[i - 1]?.role !== "user").map(({ at }) => at);
   };
 
-  const drawLine = (chat) => {
+  const line = (chat) => {
     const [, dropped, label] = (chat.findLast((message) => message.metadata?.log)?.metadata.log ?? "").split("\n");
     const first = dropped ? rounds(chat)[Number(dropped)] : undefined;
     const number = first === undefined ? -1 : chat.slice(0, first).filter((message) => message.role === "user").length;
@@ -154,10 +153,11 @@
       const samples = starts.length ? starts.map((start) => text.slice(start, start + SAMPLE)) : [text];
       return [JSON.stringify({ samples, length: text.length })];
     },
-    changed(chat) {
+    draw(chat) {
       changed(); // sending empties the box
-      requestAnimationFrame(() => drawLine(chat));
-      return [];
+      line(chat);
+      const button = find("#attach button");
+      if (button) button.title = button.ariaLabel = CHAT.word.attach;
     },
   };
 })();
