@@ -8,12 +8,6 @@
   const STOP = { ...SAME, submit_btn: false, stop_btn: true };
   const SEND = { ...SAME, submit_btn: true, stop_btn: false };
 
-  // A language set in config.yaml is the browser's here, so that Gradio's own words follow it too.
-  if (CHAT.language !== "auto") {
-    const code = CHAT.language === "zh" ? "zh-CN" : "en";
-    Object.defineProperty(navigator, "language", { get: () => code });
-    Object.defineProperty(navigator, "languages", { get: () => [code] });
-  }
   const chinese = navigator.language.toLowerCase().startsWith("zh");
   CHAT.word = CHAT.words[chinese ? "zh" : "en"];
   document.documentElement.lang = CHAT.word.lang;
@@ -88,6 +82,11 @@
     return [...values, chat];
   };
   const SETTINGS = "qwen-chat.settings", DRAFT = "qwen-chat.draft"; // of this tab
+  const remember = (name, value) => {
+    try {
+      sessionStorage.setItem(name, value);
+    } catch {} // full: nothing here is worth a broken page
+  };
   const focus = () => {
     if (matchMedia("(hover: hover)").matches) input()?.focus();
   };
@@ -145,7 +144,7 @@
       return [CHAT.presets[name][chinese ? "zh" : "en"]];
     },
     keepSettings(...values) {
-      sessionStorage.setItem(SETTINGS, JSON.stringify(values));
+      remember(SETTINGS, JSON.stringify(values));
       return [];
     },
     restoreSettings() {
@@ -165,7 +164,7 @@
   };
   const typed = (event) => {
     if (!event.target.closest?.("#box")) return;
-    sessionStorage.setItem(DRAFT, event.target.value);
+    remember(DRAFT, event.target.value);
     if (!event.isComposing) soon();
   };
   document.addEventListener("input", typed);

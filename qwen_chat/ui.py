@@ -175,7 +175,6 @@ class ChatPage(gr.ChatInterface):
         given = {
             "words": {name: texts.plain(table) for name, table in (("en", texts.EN), ("zh", texts.ZH))},
             "presets": texts.PRESETS,
-            "language": self.settings.server.language,
             "settings": list(self.panel.defaults.values()),
         }
         data = json.dumps(given, ensure_ascii=False).replace("<", "\\u003c")
