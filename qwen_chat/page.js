@@ -45,6 +45,19 @@
     return values;
   };
 
+  // The performance view is renewed while it can be seen: its tab is chosen, and the page is not in the background.
+  const REFRESH = 1000; // milliseconds
+  let watching = false;
+  let beat;
+  const refresh = () => find("#refresh")?.click();
+  const refreshWhileSeen = () => {
+    clearInterval(beat);
+    if (!watching || document.hidden) return;
+    refresh();
+    beat = setInterval(refresh, REFRESH);
+  };
+  document.addEventListener("visibilitychange", refreshWhileSeen);
+
   window.chatPage = {
     send(text, chat) {
       if (answering()) return [];
@@ -71,6 +84,16 @@
       if (document.activeElement === document.body && matchMedia("(hover: hover)").matches) find("#box textarea")?.focus();
       if (cleared) return [SEND, []]; // what was still on its way came back into the chat
       return isStatus(chat.at(-1)) ? [SEND, chat.slice(0, -1)] : [SEND];
+    },
+    watch() {
+      watching = true;
+      refreshWhileSeen();
+      return [];
+    },
+    rest() {
+      watching = false;
+      refreshWhileSeen();
+      return [];
     },
     // Writes the figures of each answer where page.css shows them: beside it, not in it.
     changed(chat) {
