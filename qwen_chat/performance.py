@@ -145,7 +145,7 @@ class Performance:
         return Snapshot(
             self._answers, self._total,
             memory_used=self._usage.memory(), memory_granted=memory_limit() or psutil.virtual_memory().total,
-            cores_used=cores if since <= NOW_SECONDS else None, cores_granted=min(allowed_processors(), cpu_quota() or float("inf")),
+            cores_used=cores if since <= NOW_SECONDS else None, cores_granted=round(min(allowed_processors(), cpu_quota() or float("inf")), 2),
             running=engine.running, waiting=engine.waiting,
             parked=len(cache.parked) if cache else 0, parked_bytes=cache.parked_bytes if cache else 0,
             uptime=self._clock() - self._started, info=engine.info,
