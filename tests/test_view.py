@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from browser import until
+from browser import Program, until
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -97,3 +97,12 @@ def test_chinese_for_a_chinese_browser_on_a_phone_without_sideways_scroll(open_p
         assert page.tab.evaluate(f"{wide}.scrollWidth <= {wide}.clientWidth")
     assert page.tab.evaluate("document.documentElement.scrollHeight <= innerHeight")
     assert not page.errors
+
+
+def test_before_the_first_answer_it_says_so_in_the_language_that_is_set(open_page, small_model, tmp_path):
+    program = Program(tmp_path, model={"path": str(small_model)}, server={"language": "zh"})
+    page = open_page(program.until_up(), locale="en-US")
+    view = choose(page, "view")
+    playwright.expect(view).to_contain_text("还没有回答过")
+    assert page.tab.locator("#view svg").count() == 0
+    program.end()
