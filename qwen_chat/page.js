@@ -91,6 +91,19 @@
     if (matchMedia("(hover: hover)").matches) input()?.focus();
   };
 
+  // The performance view is renewed while it can be seen: its tab is chosen, and the page is not in the background.
+  const REFRESH = 1000; // milliseconds
+  let watching = false;
+  let beat;
+  const refresh = () => find("#refresh")?.click();
+  const refreshWhileSeen = () => {
+    clearInterval(beat);
+    if (!watching || document.hidden) return;
+    refresh();
+    beat = setInterval(refresh, REFRESH);
+  };
+  document.addEventListener("visibilitychange", refreshWhileSeen);
+
   window.chatPage = {
     send(text, chat) {
       if (answering()) return [];
@@ -133,6 +146,16 @@
       const left = withMore(isStatus(chat.at(-1)) ? chat.slice(0, -1) : chat);
       show(left);
       return [SEND, left];
+    },
+    watch() {
+      watching = true;
+      refreshWhileSeen();
+      return [];
+    },
+    rest() {
+      watching = false;
+      refreshWhileSeen();
+      return [];
     },
     restore() {
       const [text, chat] = [sessionStorage.getItem(DRAFT) ?? "", window.keptChats.reopened()];
