@@ -85,6 +85,7 @@ class Stats:
     first_token_ms: float = 0.0
     tokens_per_second: float = 0.0
     finish_reason: str = ""  # stop, length, cancelled or error
+    aside: bool = False  # it was asked for by the program itself, on the way to an answer
 
 
 class Reply:
@@ -289,6 +290,7 @@ class Engine:
             raise EngineError("an empty prompt has no continuation")
         self.start()
         reply = Reply(self, len(prompt))
+        reply.stats.aside = not keep
         task = _Task(reply, prompt, sampling, max_tokens, list(stop), owner, trimmed, list(follow), on_end, keep)
         with self._news:
             if self.error or self._closing:

@@ -12,6 +12,7 @@ from qwen_chat import condense
 from qwen_chat.condense import Condenser, Memory, frame, quotes, split
 from qwen_chat.conversation import TooLong
 from qwen_chat.engine import Busy
+from qwen_chat.performance import Performance
 from qwen_chat.sampling import Sampling
 
 LIMIT = 120  # seconds after which something that hangs fails the test
@@ -246,8 +247,10 @@ def test_a_conversation_in_the_cache_is_not_spoiled_and_nothing_of_the_summaries
     mine = stream(bot, messages, owner="me")
     messages += [answer("".join(mine)), user("And the sky?")]
     quiet(bot)
+    performance = Performance(bot.engine)
     asyncio.run(fitted(condenser(bot), [user(STORY)]))
     quiet(bot)
+    assert performance.snapshot().answers_total == 0  # a summary is nobody's answer
     assert len(bot.engine.cache.parked) == 1 and not any(map(len, bot.engine.cache.slots))  # mine, and nothing else
     again = stream(bot, messages, owner="me")
     list(again)
