@@ -7,6 +7,7 @@ import sys
 # Each is a module of this package with add_options(parser) and run(options) -> exit status.
 TOOLS = {
     "bench": "measure this machine: first token, tokens/s, memory, each beside its target",
+    "tune": "find the settings with which this machine answers fastest, and put them into config.yaml",
 }
 INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 
