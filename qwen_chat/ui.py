@@ -26,6 +26,7 @@ UPDATE_SECONDS = 0.05  # between two updates of a growing answer
 LONG_CHAT = 40  # messages; beyond them the updates cost twice as much, and come half as often
 STATUS_SECONDS = 0.25  # between two looks at what an answer waits for
 IDLE_SECONDS = 0.02  # between two looks into Gradio's queue; its own 0.001 keeps a core busy
+UNNAMED = "\u00a0"  # a tab until the language is known; Gradio would call it "Tab 1"
 MANY = 200  # more open pages than one machine serves: the engine's queue is the one that counts
 
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "PingFang SC", "Microsoft YaHei", "Noto Sans CJK SC", "Noto Sans SC", "sans-serif"]
@@ -162,6 +163,13 @@ class ChatPage(gr.ChatInterface):
         gr.Markdown(f"# {self.title}", elem_id="title")
         self.banner = gr.HTML(elem_id="banner")
 
+    def _render_chatbot_area(self, *parts):
+        with gr.Tabs(elem_id="tabs", overflow_behavior="wrap"):
+            with gr.Tab(UNNAMED, elem_id="chat-tab", scale=1, render_children=True) as self.chat_tab:
+                super()._render_chatbot_area(*parts)
+            with gr.Tab(UNNAMED, elem_id="view-tab") as self.view_tab:
+                self.view = gr.HTML(elem_id="view")
+
     def _render_footer(self):
         self.about = gr.HTML(elem_id="about")
         self.typing = gr.Button(elem_id="typed", visible="hidden")
@@ -189,7 +197,7 @@ class ChatPage(gr.ChatInterface):
         chat.clear(None, cancels=answers, api_visibility="private")
         chat.change(None, [chat], None, js="chatPage.changed")
 
-        announced = self.load(self._announce, None, [self.banner, self.about, box, chat], **self._quiet())
+        announced = self.load(self._announce, None, [self.banner, self.about, box, chat, self.chat_tab, self.view_tab], **self._quiet())
         if self.typed:
             self.typing.click(self._typed, [box, chat], None, queue=False, trigger_mode="always_last", **self._quiet())
         self._of_a_page = [event["id"] for event in (*answers, announced, self._setup_api())]
@@ -251,10 +259,11 @@ class ChatPage(gr.ChatInterface):
         """Fills in the page's words, and says above the chat what the model is doing until it is ready."""
         words, engine = self.words(request), self.engine
         message = words("placeholder")
-        labels = gr.update(label=message, placeholder=message), gr.update(placeholder=words("hello"))
+        tabs = gr.update(label=words("chat_tab")), gr.update(label=words("view_tab"))
+        labels = gr.update(label=message, placeholder=message), gr.update(placeholder=words("hello")), *tabs
         async for state in settling(engine):
             yield _banner("loading", words.state(state), state.fraction), "", *labels
-            labels = gr.skip(), gr.skip()
+            labels = [gr.skip()] * len(labels)
         if engine.state.phase != "ready":
             yield _banner("failed", str(engine.error or words("closed"))), "", *labels
             return
