@@ -84,7 +84,7 @@ def named(kind: str) -> str:
 def make(source: str, kind: str, target: Path | None, config, calibration: Path | None, force: bool) -> Path:
     """Makes the file and returns its path. Raises QuantizeError, ModelError, SampleError, WeightsError."""
     file = find(source, config.model)
-    target = target or weights.ROOT / "models" / f"{SUFFIX.sub('', file.stem)}-{kind}.gguf"
+    target = target or weights.ROOT / "models" / name_for(file, kind)
     _check(file, target, force)
     with Gguf(file, data=False) as gguf:
         types = {each for each in gguf.types().values()}
@@ -101,6 +101,11 @@ def make(source: str, kind: str, target: Path | None, config, calibration: Path 
         part.replace(target)
     print(f"{target}: {_mb(target)}. To use it, set model.path in config.yaml to its path.")
     return target
+
+
+def name_for(file: Path, kind: str) -> str:
+    """The name of `file` with `kind` in place of the type that it ends with."""
+    return f"{SUFFIX.sub('', file.stem)}-{kind}.gguf"
 
 
 def find(source: str, configured: Model) -> Path:
