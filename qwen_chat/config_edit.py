@@ -24,27 +24,33 @@ class EditError(Exception):
 def write(file: Path, values: dict[Key, object]) -> list[Key]:
     """Puts `values` into the file, in one step, and returns under which keys they stand there.
 
-    They go into the profile that the file names, where that has the same key: it would win otherwise. Raises EditError.
+    A value goes into the profile that the file names, where that sets the same key and so would win. Raises EditError.
     """
     real = Path(os.path.realpath(file))  # a link stays a link
     try:
         text = real.read_bytes().decode("utf-8")
-        where = {place(text, key): value for key, value in values.items()}
-        _replace(real, edited(text, where).encode("utf-8"))
+        where = {key: place(text, key) for key in values}
+        content = edited(text, {where[key]: value for key, value in values.items()})
+        if profile := _replace(real, content, values):
+            where = {key: place(text, key, profile) for key in values}
+            content = edited(text, {where[key]: value for key, value in values.items()})
+            if _replace(real, content, values):
+                raise EditError(f"{file}: the profile {profile}, which is in force, sets some of this otherwise; it stays as it is")
     except yaml.YAMLError as error:
         raise EditError(f"{file}: not valid YAML any more ({' '.join(str(error).split())[:200]}); it stays as it is") from None
     except UnicodeDecodeError:
         raise EditError(f"{file}: not UTF-8 text; nothing was written") from None
     except OSError as error:
         raise EditError(f"{file} cannot be written: {error.strerror}; it stays as it is") from None
-    return list(where)
+    return list(where.values())
 
 
-def place(text: str, key: Key) -> Key:
-    """Where a value must stand to count: `key`, or its place in the profile that `text` names and that sets it too."""
+def place(text: str, key: Key, profile: str | None = None) -> Key:
+    """Where a value must stand to count: `key`, or its place in `profile`, by default the one that `text` names, where
+    that sets it too."""
     settings = yaml.safe_load(text)
     inner = settings.get("profiles") if isinstance(settings, dict) else None
-    path = ("profiles", settings.get("profile"), *key) if inner else ()
+    path = ("profiles", profile or settings.get("profile"), *key) if inner else ()
     for part in path[1:]:
         inner = inner.get(part) if isinstance(inner, dict) else None
     return key if inner is None else path
@@ -121,16 +127,20 @@ def _scalar(value: object) -> str:
     return yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=float("inf")).strip()[1:-1]
 
 
-def _replace(file: Path, content: bytes) -> None:
-    """Puts `content` in the place of `file`, if it loads as a configuration."""
+def _replace(file: Path, content: str, values: dict[Key, object]) -> str | None:
+    """Puts `content` in the place of `file`, if it loads as a configuration. Where a profile keeps `values` from being in
+    force in it, nothing is done but its name returned."""
     before = file.stat()
     handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
     try:
         with os.fdopen(handle, "wb") as part:
-            part.write(content)
+            part.write(content.encode("utf-8"))
             part.flush()
             os.fsync(part.fileno())
-        load(name, {})
+        config = load(name, {})
+        in_force = getattr(config, "in_force", None)
+        if in_force and any(_value(config, key) != value for key, value in values.items()):
+            return in_force.name
         shutil.copymode(file, name)
         if hasattr(os, "chown") and (before.st_uid, before.st_gid) != (os.geteuid(), os.getegid()):
             os.chown(name, before.st_uid, before.st_gid)
@@ -140,3 +150,10 @@ def _replace(file: Path, content: bytes) -> None:
         raise EditError(f"{file}: the result would not be a valid configuration ({faults}); it stays as it is") from None
     finally:
         Path(name).unlink(missing_ok=True)
+    return None
+
+
+def _value(config: object, key: Key) -> object:
+    for name in key:
+        config = getattr(config, name)
+    return config

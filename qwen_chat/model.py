@@ -233,14 +233,15 @@ class _Batch:
             logits=_pointer(self._logits, ctypes.c_int8),
         )
 
-    def fill(self, parts) -> llama_cpp.llama_batch:
+    def fill(self, parts, every: bool = False) -> llama_cpp.llama_batch:
+        """The batch of `parts` as `Model.decode` takes them; with `every`, the logits of all tokens are wanted."""
         start = 0
         for seq, position, tokens, wanted in parts:
             end = start + len(tokens)
             self._token[start:end] = tokens
             self._pos[start:end] = np.arange(position, position + len(tokens))
             self._seq[start:end] = self._addresses[seq]
-            self._logits[start:end] = 0
+            self._logits[start:end] = every
             self._logits[end - 1] = wanted
             start = end
         self._batch.n_tokens = start

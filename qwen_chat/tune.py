@@ -369,7 +369,7 @@ def _finish(tuner: Tuner, options, file: Path, interrupted: bool) -> int:
         print(f"Nothing is clearly faster than what {file.name} has.", file=tuner.out)
     elif options.write:
         for key in config_edit.write(file, changes):
-            print(f"{file}: {'.'.join(key)}: {_yaml(changes[key[-2:]])}" + (" (in the profile that the file names)" if len(key) > 2 else ""), file=tuner.out)
+            print(f"{file}: {'.'.join(key)}: {_yaml(changes[key[-2:]])}" + (" (in the profile that is in force, which sets it too)" if len(key) > 2 else ""), file=tuner.out)
         print("Restart the program to use it.", file=tuner.out)
     else:
         print("To put what is faster into the file: the same with --write.", file=tuner.out)
