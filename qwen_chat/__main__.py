@@ -8,6 +8,7 @@ import sys
 TOOLS = {
     "bench": "measure this machine: first token, tokens/s, memory, each beside its target",
     "tune": "find the settings with which this machine answers fastest, and put them into config.yaml",
+    "convert": "make a quantised file from a Hugging Face model (safetensors)",
     "quantize": "make the weights smaller and faster: any of llama.cpp's types, or a mix made for CPUs",
     "quality": "compare quantisations: perplexity, divergence, size and speed",
 }
