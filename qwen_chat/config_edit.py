@@ -35,7 +35,9 @@ def write(file: Path, values: dict[Key, object]) -> list[Key]:
             where = {key: place(text, key, profile) for key in values}
             content = edited(text, {where[key]: value for key, value in values.items()})
             if _replace(real, content, values):
-                raise EditError(f"{file}: the profile {profile}, which is in force, sets some of this otherwise; it stays as it is")
+                names = ", ".join(".".join(key) for key in values)
+                raise EditError(f"{file}: the profile {profile}, which is in force, sets some of {names} otherwise, and is not written out "
+                                "in the file; with `profile: none` the file's own settings count. It stays as it is")
     except yaml.YAMLError as error:
         raise EditError(f"{file}: not valid YAML any more ({' '.join(str(error).split())[:200]}); it stays as it is") from None
     except UnicodeDecodeError:
