@@ -89,7 +89,7 @@ def _with_value(text: str, key: Key, value: object) -> str:
             return _insert(text, node, key[depth:], value)
         name_node, node = found[0]
     start, end = node.start_mark.index, node.end_mark.index
-    if start < name_node.end_mark.index:  # an alias: the node is elsewhere
+    if start < name_node.end_mark.index or not isinstance(node, yaml.ScalarNode):  # an alias, whose node is elsewhere; a list
         raise ValueError
     return text[:start] + _scalar(value) + text[end:]
 
