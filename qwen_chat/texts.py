@@ -26,7 +26,79 @@ EN = {
     "reused": "{count} reused",
     "cut_off": "stopped at the limit of {count} tokens",
     "dropped": ("the first round is no longer in view", "the first {count} rounds are no longer in view"),
+    "view_empty": "No answer yet. Ask something in the chat, and you see here how fast it was.",
+    "view_first": "First token",
+    "view_first_hint": "until an answer begins, median of the last {count}",
+    "view_speed": "Speed",
+    "view_speed_hint": "about {words} words a second",
+    "view_reused": "Reused",
+    "view_reused_hint": "of what had to be read was computed before",
+    "view_seconds": "{count} s",
+    "view_rate": "{count} tokens/s",
+    "view_scope": "Each bar is an answer; shown are the last {count} at most, of everybody who uses this server. Figures only, never texts.",
+    "view_memory": "Memory",
+    "view_cpu": "Processor",
+    "view_of": "{used} of {all}",
+    "view_cores": ("{used} of {count} core", "{used} of {count} cores"),
+    "view_measuring": "measuring…",
+    "view_engine": "Now: {running} answering, {waiting} waiting; conversations parked in memory: {parked} ({size})",
+    "view_model": "Model",
+    "view_file": "File",
+    "view_quantised": "{size}, quantised to {kind}",
+    "view_params": "Parameters in it",
+    "view_millions": "{count} million",
+    "view_window": "Window",
+    "view_tokens": "{count} tokens",
+    "view_threads": "Threads",
+    "view_threads_of": "{threads} (usable cores: {cores})",
+    "view_code": "Computes with",
+    "view_uptime": "Running for",
+    "view_time": ("{minutes} min", "{hours} h {minutes} min", "{days} d {hours} h"),
     "and": " · ",
+    "continue": "Continue",
+    "no_room": "The window is full: there is no room left to go on. Ask in a new message instead.",
+    "setting": "These settings cannot be used: {faults}",
+    "settings": "Settings of this tab",
+    "preset_assistant": "Assistant",
+    "preset_translator": "Translator",
+    "preset_coder": "Coder",
+    "preset_teacher": "Teacher",
+    "reset": "Reset",
+    "set_system_prompt": "System prompt",
+    "info_system_prompt": "Empty: the one of config.yaml",
+    "set_temperature": "Temperature",
+    "info_temperature": "Higher is more varied, 0 always takes the likeliest",
+    "set_top_p": "Top p",
+    "info_top_p": "Choose among the likeliest, up to this share",
+    "set_repeat_penalty": "Repeat penalty",
+    "info_repeat_penalty": "1 is none",
+    "set_max_tokens": "Longest answer",
+    "info_max_tokens": "In tokens",
+    "set_max_turns": "Rounds the model sees",
+    "info_max_turns": "0: all that fit",
+    "set_seed": "Seed",
+    "info_seed": "-1: another each time",
+    "new_chat": "New chat",
+    "kept": "Conversations",
+    "kept_where": "Kept in this browser alone",
+    "none_kept": "None yet",
+    "untitled": "Untitled",
+    "rename": "Rename",
+    "delete": "Delete",
+    "sure": "Delete it?",
+    "yes": "Yes",
+    "no": "No",
+    "export_md": "Export as Markdown",
+    "export_json": "Export all as JSON",
+    "import": "Import",
+    "imported": "{count} imported",
+    "not_ours": "{name} is not an export of this page: a .json or .md file made here is needed",
+    "store_full": "This browser's storage is full: this conversation is not kept. Export or delete some.",
+    "you": "You",
+    "bot": "Assistant",
+    "send": "Send",
+    "stop": "Stop",
+    "menu": "Conversations and settings",
 }
 ZH = {
     "lang": "zh-CN",
@@ -54,7 +126,99 @@ ZH = {
     "reused": "复用 {count}",
     "cut_off": "已到 {count} 个词元的上限",
     "dropped": ("最早的 1 轮对话已不在视野内", "最早的 {count} 轮对话已不在视野内"),
+    "view_empty": "还没有回答过。在对话里提个问题，这里就会显示回答得有多快。",
+    "view_first": "首字时间",
+    "view_first_hint": "从提问到开始回答，最近 {count} 次的中位数",
+    "view_speed": "速度",
+    "view_speed_hint": "约每秒 {words} 个字",
+    "view_reused": "复用",
+    "view_reused_hint": "要读的内容中，早已算好、无需重算的部分",
+    "view_seconds": "{count} 秒",
+    "view_rate": "{count} 词元/秒",
+    "view_scope": "每根柱子是一次回答，最多显示本服务所有用户最近的 {count} 次。只有数字，不含任何文字内容。",
+    "view_memory": "内存",
+    "view_cpu": "处理器",
+    "view_of": "{used} / {all}",
+    "view_cores": ("{used} / {count} 核", "{used} / {count} 核"),
+    "view_measuring": "测量中…",
+    "view_engine": "现在：正在回答 {running} 个，排队 {waiting} 个；内存中暂存对话 {parked} 个（{size}）",
+    "view_model": "模型",
+    "view_file": "文件",
+    "view_quantised": "{size}，量化为 {kind}",
+    "view_params": "文件内参数",
+    "view_millions": "{count}M",
+    "view_window": "窗口",
+    "view_tokens": "{count} 词元",
+    "view_threads": "线程",
+    "view_threads_of": "{threads} 个（可用 {cores} 核）",
+    "view_code": "指令集",
+    "view_uptime": "已运行",
+    "view_time": ("{minutes} 分钟", "{hours} 小时 {minutes} 分钟", "{days} 天 {hours} 小时"),
     "and": " · ",
+    "continue": "继续",
+    "no_room": "窗口已满，没有空间继续写了。请另发一条消息。",
+    "setting": "这些设置不能使用：{faults}",
+    "settings": "本标签页的设置",
+    "preset_assistant": "助手",
+    "preset_translator": "翻译",
+    "preset_coder": "编程",
+    "preset_teacher": "老师",
+    "reset": "恢复默认",
+    "set_system_prompt": "系统提示",
+    "info_system_prompt": "留空则用 config.yaml 里的",
+    "set_temperature": "温度",
+    "info_temperature": "越高越多变；0 总取最可能的词",
+    "set_top_p": "Top p",
+    "info_top_p": "只在累计概率达到此值的词里选",
+    "set_repeat_penalty": "重复惩罚",
+    "info_repeat_penalty": "1 为不用",
+    "set_max_tokens": "最长回答",
+    "info_max_tokens": "词元数",
+    "set_max_turns": "带上最近几轮",
+    "info_max_turns": "0 为放得下的都带上",
+    "set_seed": "随机种子",
+    "info_seed": "-1 为每次不同",
+    "new_chat": "新对话",
+    "kept": "历史对话",
+    "kept_where": "只保存在这个浏览器里",
+    "none_kept": "还没有",
+    "untitled": "无标题",
+    "rename": "重命名",
+    "delete": "删除",
+    "sure": "确定删除？",
+    "yes": "是",
+    "no": "否",
+    "export_md": "导出为 Markdown",
+    "export_json": "全部导出为 JSON",
+    "import": "导入",
+    "imported": "已导入 {count} 个",
+    "not_ours": "{name} 不是本页面导出的文件：需要在这里导出的 .json 或 .md 文件",
+    "store_full": "浏览器的存储空间已满，这个对话没有保存。请导出或删除一些。",
+    "you": "你",
+    "bot": "助手",
+    "send": "发送",
+    "stop": "停止",
+    "menu": "对话与设置",
+}
+
+# Which words a browser gets, by the languages that Gradio knows.
+BROWSER = {"en": EN, "zh-CN": ZH, "zh-TW": ZH}
+
+# What the presets of the settings panel put into the system prompt.
+PRESETS = {
+    "assistant": {"en": "You are a helpful assistant.", "zh": "你是一个乐于助人的助手。"},
+    "translator": {
+        "en": "You are a translator. Translate Chinese into English and everything else into Chinese. Give the translation alone.",
+        "zh": "你是一名翻译。把中文译成英文，把其他语言译成中文，只给出译文。",
+    },
+    "coder": {
+        "en": "You are an experienced programmer. Answer with short, working code in a code block and a sentence on how it works.",
+        "zh": "你是一名经验丰富的程序员。用代码块给出简短可用的代码，再用一句话说明原理。",
+    },
+    "teacher": {
+        "en": "You are a patient teacher. Explain step by step in simple words, with an example, and end with a question to check.",
+        "zh": "你是一位耐心的老师。用简单的话一步一步讲解，举一个例子，最后提一个问题检查是否听懂。",
+    },
 }
 
 
@@ -79,6 +243,11 @@ def _first_language(accept_language: str) -> str:
     return best
 
 
+def plain(table: dict) -> dict[str, str]:
+    """The words of a language that need no choice between one and many: for the browser."""
+    return {key: text for key, text in table.items() if isinstance(text, str)}
+
+
 class Words:
     """The words of one language: `words("busy")`, `words("waiting", place=2)`."""
 
@@ -87,6 +256,10 @@ class Words:
 
     def __call__(self, key: str, **values) -> str:
         return self._table[key].format(**values)
+
+    def counted(self, key: str, count: float, **values) -> str:
+        """`words(key)` in its form for one or for several."""
+        return self._table[key][count > 1].format(count=f"{count:g}", **values)
 
     def state(self, state) -> str:
         """What the engine is doing before it can answer: "Loading model 43%"."""
@@ -109,20 +282,37 @@ class Words:
         if stats.first_token_ms:
             parts.append(self("first_token", time=_duration(stats.first_token_ms)))
         if stats.tokens_per_second:
-            parts.append(self("speed", speed=_rate(stats.tokens_per_second)))
+            parts.append(self("speed", speed=rate(stats.tokens_per_second)))
         used = stats.prompt_tokens + stats.answer_tokens
         parts.append(self("window", used=f"{used:,}", size=f"{n_ctx:,}"))
         parts.append(self("reused", count=f"{stats.cached_tokens:,}"))
         if stats.finish_reason == "length":
             parts.append(self("cut_off", count=f"{stats.answer_tokens:,}"))
         if dropped:
-            parts.append(self._table["dropped"][dropped > 1].format(count=dropped))
+            parts.append(self.counted("dropped", dropped))
         return self("and").join(parts)
+
+    def uptime(self, seconds: float) -> str:
+        """For how long something has gone on: "3 h 12 min"."""
+        minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
+        form = self._table["view_time"][2 if days else 1 if hours else 0]
+        return form.format(minutes=minutes % 60, hours=hours % 24, days=days)
+
+
+def size(n_bytes: float) -> str:
+    """A number of bytes in the units that disks are sold in: "491 MB", "4.0 GB"."""
+    return f"{n_bytes / 1e6:,.0f}\u00a0MB" if n_bytes < 1e9 else f"{n_bytes / 1e9:,.1f}\u00a0GB"
+
+
+def rate(per_second: float) -> str:
+    """A number of tokens or words a second."""
+    return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.1f}"
+
+
+def seconds(duration: float) -> str:
+    """A number of seconds, to a hundredth where that tells something."""
+    return f"{duration:.2f}" if duration < 10 else f"{duration:,.0f}"
 
 
 def _duration(milliseconds: float) -> str:
     return f"{milliseconds:.0f} ms" if milliseconds < 1000 else f"{milliseconds / 1000:.1f} s"
-
-
-def _rate(per_second: float) -> str:
-    return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.1f}"
