@@ -6,8 +6,8 @@
 #
 # 构建参数见 README。 The build arguments are explained in the README.
 
-# What is done to the weights: a stage called quant-NAME
-ARG QUANT=none
+# What the weights are quantised to: "cpu" or a type of llama.cpp's; empty: they stay as they are
+ARG QUANT
 
 
 # The pins that the slow stages need, alone: another pin in requirements.txt leaves their layers valid
@@ -55,6 +55,7 @@ WORKDIR /bake
 COPY qwen_chat/__init__.py qwen_chat/config.py qwen_chat/weights.py qwen_chat/
 COPY deploy/bake.py config.yaml ./
 COPY config.yaml models/*.gguf /context/
+ARG QUANT
 ARG MODEL_REPO
 ARG MODEL_FILE
 ARG MODEL_REVISION
@@ -63,10 +64,21 @@ ARG HF_ENDPOINT
 RUN --mount=type=cache,target=/cache --mount=type=secret,id=HF_TOKEN \
     XDG_CACHE_HOME=/cache PYTHONPATH=. python bake.py /context /baked
 
-FROM weights AS quant-none
+
+# Only built where QUANT is given. The code that takes part is listed, so that an edit of the rest does not quantise again.
+FROM python:3.12-slim-trixie AS weights-quantized
+COPY --from=packages /env /usr/local
+COPY --from=weights /baked /source
+WORKDIR /bake
+COPY qwen_chat/__init__.py qwen_chat/config.py qwen_chat/conversation.py qwen_chat/hardware.py qwen_chat/model.py \
+     qwen_chat/offline.py qwen_chat/quantize.py qwen_chat/sampling.py qwen_chat/samples.py qwen_chat/weights.py \
+     qwen_chat/calibration.yaml qwen_chat/
+COPY deploy/bake.py ./
+ARG QUANT
+RUN PYTHONPATH=. python bake.py --quantize "$QUANT" /source /baked
 
 # hadolint ignore=DL3006
-FROM quant-${QUANT} AS baked
+FROM weights${QUANT:+-quantized} AS baked
 
 
 FROM python:3.12-slim-trixie AS app

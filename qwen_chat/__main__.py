@@ -7,6 +7,10 @@ import sys
 # Each is a module of this package with add_options(parser) and run(options) -> exit status.
 TOOLS = {
     "bench": "measure this machine: first token, tokens/s, memory, each beside its target",
+    "tune": "find the settings with which this machine answers fastest, and put them into config.yaml",
+    "convert": "make a quantised file from a Hugging Face model (safetensors)",
+    "quantize": "make the weights smaller and faster: any of llama.cpp's types, or a mix made for CPUs",
+    "quality": "compare quantisations: perplexity, divergence, size and speed",
 }
 INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 

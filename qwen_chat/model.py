@@ -70,7 +70,11 @@ class Model:
         self._abort_flag = ctypes.create_string_buffer(2)
 
     def open_context(self, runtime, n_cells: int, n_seq: int, n_threads: int, n_threads_batch: int) -> None:
-        """Makes the KV cache of `n_cells` tokens, shared by `n_seq` sequences, and the compute buffers."""
+        """Makes the KV cache of `n_cells` tokens, shared by `n_seq` sequences, and the compute buffers.
+
+        The one there was before, if any, is freed.
+        """
+        self._close_context()
         params = llama_cpp.llama_context_default_params()
         self.n_batch = max(runtime.n_batch, n_seq)
         params.n_ctx = -(-n_cells // CELLS_STEP) * CELLS_STEP
@@ -91,6 +95,10 @@ class Model:
         self.can_shift = self.can_cut and llama_cpp.llama_memory_can_shift(self._memory)
         self._batch = _Batch(self.n_batch, n_seq)
         self._make_abortable()
+
+    def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
+        """How many threads compute a single token, and how many several, from now on."""
+        llama_cpp.llama_set_n_threads(self._context, n_threads, n_threads_batch)
 
     # Words and tokens
 
@@ -191,11 +199,15 @@ class Model:
         return llama_cpp.llama_state_seq_set_data(self._context, _bytes_at(state), len(state), seq) > 0
 
     def close(self) -> None:
-        if self._context:
-            llama_cpp.llama_free(self._context)
+        self._close_context()
         if self._model:
             llama_cpp.llama_model_free(self._model)
-        self._context = self._model = None
+        self._model = None
+
+    def _close_context(self) -> None:
+        if self._context:
+            llama_cpp.llama_free(self._context)
+        self._context = None
 
     def _chat_template(self) -> str:
         template = llama_cpp.llama_model_chat_template(self._model, None)
@@ -223,14 +235,15 @@ class _Batch:
             logits=_pointer(self._logits, ctypes.c_int8),
         )
 
-    def fill(self, parts) -> llama_cpp.llama_batch:
+    def fill(self, parts, every: bool = False) -> llama_cpp.llama_batch:
+        """The batch of `parts` as `Model.decode` takes them; with `every`, the logits of all tokens are wanted."""
         start = 0
         for seq, position, tokens, wanted in parts:
             end = start + len(tokens)
             self._token[start:end] = tokens
             self._pos[start:end] = np.arange(position, position + len(tokens))
             self._seq[start:end] = self._addresses[seq]
-            self._logits[start:end] = 0
+            self._logits[start:end] = every
             self._logits[end - 1] = wanted
             start = end
         self._batch.n_tokens = start

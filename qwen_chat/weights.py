@@ -266,17 +266,49 @@ def _missing(target: Path, sha256: str | None, report: Report) -> Iterator[bool]
 
 def _from_endpoints(model: Model, report: Report, tried: list[str]) -> Path | None:
     target = _target(model)
-    for endpoint, unreachable in _probe(model.endpoints):
+
+    def fetch(endpoint: str) -> Path:
+        with _missing(target, model.sha256, report) as missing:
+            if missing:
+                _download(model, endpoint, target, report)
+        return target
+
+    return _first(model.endpoints, fetch, tried)
+
+
+def folder_from_hub(repo_id: str, revision: str | None, patterns: list[str], endpoints: list[str]) -> Path:
+    """A folder with the files of a repository that match `patterns`, in the hub's own cache; what is there is not fetched
+    again. Raises WeightsError, which says what was tried."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def fetch(endpoint: str) -> Path:
+        address, login = _split(endpoint)
+        token = None if address == OFFICIAL else False  # None: the person's own, if there is one
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns, endpoint=address, token=token, headers=login))
+
+    tried: list[str] = []
+    folder = _first(endpoints, fetch, tried)
+    if folder is None:
+        try:
+            return Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
+        except LocalEntryNotFoundError:
+            pass
+        lines = [f"{repo_id} cannot be fetched:", *(f"- {line}" for line in tried or ["model.endpoints is empty"])]
+        raise WeightsError("\n".join([*lines, "Download it elsewhere, and give the folder."]))
+    return folder
+
+
+def _first(endpoints: list[str], fetch: Callable[[str], Path], tried: list[str]) -> Path | None:
+    """What `fetch` gives for the first endpoint that can be reached and has it; why others do not goes into `tried`."""
+    for endpoint, unreachable in _probe(endpoints):
         host = _host(endpoint)
         try:
             if unreachable:
                 log.warning("%s cannot be reached: %s", host, unreachable)
                 tried.append(f"{host} cannot be reached")
                 continue
-            with _missing(target, model.sha256, report) as missing:
-                if missing:
-                    _download(model, endpoint, target, report)
-            return target
+            return fetch(endpoint)
         except Exception as error:  # the hub client's transport has errors of its own
             reason = _reason(error)
             log.warning("%s: %s", host, reason)

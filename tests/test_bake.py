@@ -19,7 +19,7 @@ SHA256 = hashlib.sha256(GGUF).hexdigest()
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
     """An image being built: an empty context, no cache, and endpoints that nobody serves."""
-    for name in ("MODEL_REPO", "MODEL_FILE", "MODEL_REVISION", "MODEL_SHA256", "HF_TOKEN"):
+    for name in ("MODEL_REPO", "MODEL_FILE", "MODEL_REVISION", "MODEL_SHA256", "QUANT", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -134,3 +134,60 @@ def test_the_arguments_name_another_model(bake, monkeypatch, give, tmp_path):
 def test_an_argument_that_is_wrong_ends_the_build(bake):
     with pytest.raises(SystemExit, match="filename"):
         bake(MODEL_FILE="tiny.bin")
+
+
+@pytest.fixture
+def asked(monkeypatch, give):
+    """The models that the hub is asked for; each is given."""
+    models = []
+    monkeypatch.setattr(weights, "find", lambda model: models.append(model) or weights.Weights(give("x.gguf", folder="."), "x", None))
+    return models
+
+
+@pytest.mark.parametrize("quant", ["cpu", "Q3_K_S"])
+def test_a_quantisation_of_the_default_model_starts_from_the_unquantised_file(bake, asked, tmp_path, quant):
+    assert bake(QUANT=quant) == ["qwen2.5-0.5b-instruct-fp16.gguf"]
+    model = asked[0]
+    assert (model.repo_id, model.revision, model.sha256) == (Model().repo_id, Model().revision, None)
+    image = json.loads((tmp_path / "app" / "image.json").read_text())
+    assert image["stands_for"] == [weights.identity(Model())] * 2
+
+
+@pytest.mark.parametrize("arguments, file", [
+    ({"QUANT": "none"}, Model().filename),
+    ({"QUANT": ""}, Model().filename),
+    ({"QUANT": "cpu", "MODEL_FILE": "tiny.gguf"}, "tiny.gguf"),
+])
+def test_what_is_said_about_the_weights_counts_for_a_quantisation_too(bake, asked, arguments, file):
+    assert bake(**arguments) == [file]
+    assert asked[0].filename == file
+
+
+def test_a_model_that_the_config_names_is_quantised_itself(bake, asked, tmp_path):
+    (tmp_path / "config.yaml").write_text("model: {filename: another.gguf, sha256: null}\n")
+    assert bake(QUANT="cpu") == ["another.gguf"]
+
+
+def test_the_image_has_the_quantised_file_alone(bake, small_model, tmp_path, monkeypatch):
+    (tmp_path / "context" / "small.gguf").symlink_to(small_model)
+    bake(QUANT="Q8_0")
+    (tmp_path / "app").rename(tmp_path / "source")
+    runpy.run_path(str(BAKE))["quantize"]("q8_0", tmp_path / "source", tmp_path / "app")
+    assert [file.name for file in (tmp_path / "app" / "models").iterdir()] == ["small-Q8_0.gguf"]
+    assert weights.find(Model()).name == "small-Q8_0"
+
+
+def test_quantising_to_none_leaves_the_file_as_it_is(bake, give, tmp_path):
+    give("mine.gguf")
+    bake()
+    (tmp_path / "app").rename(tmp_path / "source")
+    runpy.run_path(str(BAKE))["quantize"]("none", tmp_path / "source", tmp_path / "app")
+    assert (tmp_path / "app" / "models" / "mine.gguf").read_bytes() == GGUF
+    assert weights.find(Model()).name == "mine"
+
+
+def test_an_unknown_quantisation_ends_the_build(bake, give, tmp_path):
+    give("mine.gguf")
+    bake()
+    with pytest.raises(SystemExit, match="QUANT: type 'Q4_KM' found; did you mean Q4_K_M"):
+        runpy.run_path(str(BAKE))["quantize"]("Q4_KM", tmp_path / "app", tmp_path / "out")

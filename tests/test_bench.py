@@ -245,7 +245,7 @@ def test_faults_are_told_in_a_sentence(tool, tmp_path):
         result = tool(*arguments, **environment)
         assert result.returncode == status and words in result.stderr and "Traceback" not in result.stderr, (result.returncode, result.stderr)
 
-    fails(2, "'nonsense' (choose from 'bench')" if sys.version_info < (3, 12) else "'nonsense' (choose from bench)", "nonsense")
+    fails(2, "'nonsense' (choose from 'bench'" if sys.version_info < (3, 12) else "'nonsense' (choose from bench", "nonsense")
     fails(2, "one of: bench")
     fails(2, "'fast' found; allowed: load, follow-up,", "bench", "--only", "load,fast")
     fails(2, "'0' found; allowed: a whole number from 1", "bench", "--repeats", "0")

@@ -1,0 +1,279 @@
+"""python -m qwen_chat quantize: weights made smaller and faster by llama.cpp's own quantiser.
+
+The importance of each weight is measured first (offline.Activations). The file appears under its name only once
+it has answered a question; whatever ends the work before leaves nothing behind.
+"""
+
+import argparse
+import difflib
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from . import offline, samples, weights
+from .config import Model, load_or_exit
+from .conversation import ChatTemplate
+from .hardware import usable_cores
+from .model import GGML_LOG_LEVEL_ERROR, ModelError
+from .offline import FLOATS, FTYPES, Activations, Gguf, Scorer
+
+# What the official Q4_K_M file is made from, and the best there is to start from.
+OFFICIAL = "Qwen/Qwen2.5-0.5B-Instruct-GGUF:qwen2.5-0.5b-instruct-fp16.gguf"
+
+CPU = "cpu"
+CPU_BASE = "IQ4_NL"
+CPU_MIX: dict[str, str] = {}
+
+ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}  # as llama.cpp's own tool has them
+KINDS = [CPU, *sorted({*FTYPES, *ALIASES})]
+UNWEIGHED = (*FLOATS, "Q8_0")  # types for which importance makes no difference
+HUB = re.compile(r"(?P<repo_id>[^/:\s]+/[^/:\s]+):(?P<filename>[^/\\:\s]+\.gguf)")
+SUFFIX = re.compile(rf"[-._](fp16|fp32|{'|'.join(map(re.escape, KINDS))})$", re.IGNORECASE)
+QUESTION = "你好，请介绍一下你自己"
+ANSWER = 48  # tokens
+
+
+class QuantizeError(Exception):
+    """The file cannot be made; the message is a sentence for a person."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", nargs="?", metavar="SOURCE", help=f"a .gguf file, or one of the hub as owner/name:file.gguf ({OFFICIAL})")
+    parser.add_argument("type", nargs="?", metavar="TYPE", help=f"{CPU} (the default): a mix for CPUs; or one of llama.cpp's: {', '.join(KINDS[1:])}")
+    parser.add_argument("--output", metavar="FILE", help="where to put it (models/NAME-TYPE.gguf)")
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    parser.add_argument("--calibration", metavar="FILE", help="the text (or .yaml list of texts) from which the importance of each weight is measured, instead of the built-in one")
+    parser.add_argument("--no-importance", action="store_true", help="treat all weights alike: quicker, and worse")
+
+
+def run(options) -> int:
+    """0, or 1 where the file cannot be made."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave nothing behind then either
+    source, kind = options.source or OFFICIAL, options.type
+    if kind is None and not os.path.exists(source) and source.upper() in map(str.upper, KINDS):
+        source, kind = OFFICIAL, source
+    try:
+        config = load_or_exit()
+        kind = named(kind or CPU)
+        calibration = None if options.no_importance else Path(options.calibration or samples.CALIBRATION)
+        target = Path(options.output) if options.output else None
+        make(source, kind, target, config, calibration, options.force)
+        return 0
+    except (QuantizeError, ModelError, samples.SampleError) as error:
+        print(f"quantize: {error}", file=sys.stderr)
+        return 1
+
+
+def named(kind: str) -> str:
+    """The type that `kind` names in any case. Raises QuantizeError."""
+    known = {name.upper(): name for name in KINDS}
+    if kind.upper() not in known:
+        close = difflib.get_close_matches(kind.upper(), known, n=1)
+        meant = f"; did you mean {known[close[0]]}?" if close else ";"
+        raise QuantizeError(f"type {kind!r} found{meant} allowed: {', '.join(KINDS)}")
+    return known[kind.upper()]
+
+
+def make(source: str, kind: str, target: Path | None, config, calibration: Path | None, force: bool) -> Path:
+    """Makes the file and returns its path. Raises QuantizeError, ModelError, SampleError, WeightsError."""
+    file = find(source, config.model)
+    target = target or weights.ROOT / "models" / name_for(file, kind)
+    _check(file, target, force)
+    with Gguf(file, data=False) as gguf:
+        types = {each for each in gguf.types().values()}
+    print(f"{file.name}: {_mb(file)}, {', '.join(sorted(types))}")
+    if lossy := sorted(types - set(FLOATS)):
+        print(f"warning: {file.name} is quantised already ({', '.join(lossy)}); what it lost then stays lost, and the new loss comes on top. "
+              "Start from an F16 file where you can.", file=sys.stderr)
+    with _part(target) as part:
+        weighed = importance(file, config.runtime, calibration) if calibration and kind not in UNWEIGHED else {}
+        _quantize(file, part, kind, weighed)
+        if kind == CPU:
+            _tie(part)
+        print(f"{QUESTION}\n> {answer(part, config)}")
+        part.replace(target)
+    print(f"{target}: {_mb(target)}. To use it, set model.path in config.yaml to its path.")
+    return target
+
+
+def name_for(file: Path, kind: str) -> str:
+    """The name of `file` with `kind` in place of the type that it ends with."""
+    return f"{SUFFIX.sub('', file.stem)}-{kind}.gguf"
+
+
+def find(source: str, configured: Model) -> Path:
+    """The file that `source` names, fetched where it is one of the hub. Raises QuantizeError and WeightsError."""
+    if os.path.isfile(source):
+        return Path(source)
+    match = HUB.fullmatch(source)
+    if not match:
+        folder = Path(source).parent
+        there = [file.name for file in folder.glob("*.gguf")] if folder.is_dir() else []
+        close = difflib.get_close_matches(Path(source).name, there, n=1)
+        meant = f"did you mean {folder / close[0]}?" if close else "give a .gguf file, or one of the hub as owner/name:file.gguf"
+        raise QuantizeError(f"{source}: {'a folder' if os.path.isdir(source) else 'no such file'}; {meant}")
+    model = {**configured.model_dump(), **match.groupdict(), "path": None, "fallbacks": []}
+    if match["repo_id"] != configured.repo_id:
+        model["revision"] = Model().revision if match["repo_id"] == Model().repo_id else "main"
+    if match["filename"] != configured.filename or match["repo_id"] != configured.repo_id:
+        model["sha256"] = None
+    return weights.find(Model.model_validate(model)).path
+
+
+def _check(file: Path, target: Path, force: bool) -> None:
+    if target.suffix != ".gguf":
+        raise QuantizeError(f"{target}: the name must end in .gguf")
+    if target.exists() and target.samefile(file):
+        raise QuantizeError(f"{target} is the source itself; choose another name with --output")
+    if target.exists() and not (force and target.is_file()):
+        raise QuantizeError(f"{target} is there already; --force replaces it, --output names another")
+
+
+@contextmanager
+def _part(target: Path):
+    """A file beside `target` to work on, which is gone in the end unless it took the target's place."""
+    part = target.with_name(f"{target.name}.part")
+    try:
+        part.touch()
+        yield part
+    except OSError as error:
+        raise QuantizeError(f"{target}: cannot be written ({error.strerror or error})") from None
+    finally:
+        try:
+            part.unlink(missing_ok=True)
+        except OSError:
+            pass
+
+
+def importance(file: Path, runtime, calibration: Path) -> dict[str, np.ndarray]:
+    """The mean square of what each weight is multiplied with over the calibration text, float32, by its name."""
+    seen = Activations()
+    model = Scorer(file, runtime, seen)
+    try:
+        texts = samples.windows(calibration, model, offline.WINDOW)
+        print(f"Measuring which weights matter, over {sum(map(len, texts)):,} tokens of {calibration.name}")
+        for tokens in _bar(texts, "measuring", len(texts)):
+            for _ in model.score(tokens):
+                pass
+    finally:
+        model.close()
+    return seen.means()
+
+
+def answer(file: Path, config) -> str:
+    """What the model answers to QUESTION. Raises ModelError where it says nothing."""
+    model = Scorer(file, config.runtime)
+    try:
+        messages = [{"role": "system", "content": config.chat.system_prompt}] if config.chat.system_prompt else []
+        prompt = sum(ChatTemplate(model).render([*messages, {"role": "user", "content": QUESTION}]), [])
+        text = model.answer(prompt[-offline.WINDOW // 2 :], ANSWER).decode("utf-8", "ignore").strip()
+    finally:
+        model.close()
+    if not text:
+        raise ModelError("the quantised model answers nothing: this type is too coarse for it")
+    return text
+
+
+def _tie(part: Path) -> None:
+    """Leaves out the embedding matrix where the output matrix is the same one: llama.cpp then uses it for both."""
+    with Gguf(part) as gguf:
+        if not gguf.says_words_twice():
+            return
+        single = part.with_name(f"{part.name}2")
+        try:
+            gguf.write_tied(single)
+            single.replace(part)
+        finally:
+            single.unlink(missing_ok=True)
+
+
+# llama.cpp's quantiser, in a process of its own: it can only be stopped from outside
+
+
+def _quantize(file: Path, part: Path, kind: str, weighed: dict[str, np.ndarray]) -> None:
+    size = _apart(file, part, kind, weighed, dry_run=True)
+    free = shutil.disk_usage(part.parent).free
+    if size and size > free:
+        raise QuantizeError(f"the disk is full: {size / 1e6:,.0f} MB are needed in {part.parent}, {free / 1e6:,.0f} MB are free; --output names another place")
+    print(f"Quantising to {kind}" + (f": about {size / 1e6:,.0f} MB" if size else ""))
+    _apart(file, part, kind, weighed, dry_run=False)
+
+
+def _apart(file: Path, part: Path, kind: str, weighed: dict[str, np.ndarray], dry_run: bool) -> float:
+    """Runs the quantiser, with a progress bar. Returns the size of all tensors together in bytes, 0 where it is not said."""
+    context = multiprocessing.get_context("spawn")
+    reading, writing = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(writing, file, part, kind, weighed, dry_run), daemon=True)
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is this process's to handle
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    writing.close()
+    size, faults, bar = 0.0, [], None
+    try:
+        while True:
+            message, value = reading.recv()
+            if message == "tensor" and not dry_run:
+                bar = bar or iter(_bar(range(value), "quantising", value))
+                next(bar, None)
+            elif message == "size":
+                size = value
+            elif message == "fault":
+                faults.append(value)
+            elif message == "end":
+                if not value:
+                    raise QuantizeError(_why(faults, part))
+                return size
+    except EOFError:
+        process.join(5)
+        raise QuantizeError(f"llama.cpp's quantiser ended with status {process.exitcode}; is there enough memory?") from None
+    finally:
+        process.kill()
+        process.join()
+
+
+def _work(writing, file: Path, part: Path, kind: str, weighed: dict[str, np.ndarray], dry_run: bool) -> None:
+    text = ""
+
+    def on_line(level: int, piece: str) -> None:
+        """A line may come in several pieces."""
+        nonlocal text
+        text += piece
+        if level == GGML_LOG_LEVEL_ERROR:
+            writing.send(("fault", piece))
+        if match := re.search(r"\[ *\d+/ *(\d+)\] \S+ +- \[", text):
+            writing.send(("tensor", int(match[1])))
+        elif match := re.search(r"quant size *= *([\d.]+) MiB", text):
+            writing.send(("size", float(match[1]) * (1 << 20)))
+        elif not piece.endswith("\n"):
+            return
+        text = ""
+
+    ftype, overrides = (CPU_BASE, {**CPU_MIX, ".": CPU_BASE}) if kind == CPU else (ALIASES.get(kind, kind), {})
+    writing.send(("end", offline.quantize(file, part, ftype, overrides, weighed, usable_cores(), dry_run, on_line)))
+
+
+def _why(faults: list[str], part: Path) -> str:
+    """What llama.cpp complained of, in one line."""
+    told = " ".join(" ".join(faults).replace("=", " ").split())
+    if "iostream error" in told or "basic_ios" in told:
+        return f"{part.parent} cannot take the file: {shutil.disk_usage(part.parent).free / 1e6:,.0f} MB are free"
+    return f"llama.cpp cannot quantise this file: {told or 'no reason given'}"
+
+
+def _bar(things, what: str, total: int):
+    from huggingface_hub.utils import tqdm
+
+    return tqdm(things, desc=what, total=total, leave=False, disable=not sys.stderr.isatty())
+
+
+def _mb(file: Path) -> str:
+    return f"{file.stat().st_size / 1e6:,.0f} MB"
