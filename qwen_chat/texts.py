@@ -5,6 +5,7 @@ EN = {
     "hello": "What would you like to know?",
     "placeholder": "Message",
     "about": "qwen-chat {version} · {model} · llama.cpp",
+    "profile": "profile {name}",
     "looking": "Looking for the model",
     "downloading": "Downloading {name}",
     "checking": "Checking {name}",
@@ -31,6 +32,7 @@ ZH = {
     "hello": "想聊点什么？",
     "placeholder": "输入消息",
     "about": "qwen-chat {version} · {model} · llama.cpp",
+    "profile": "配置 {name}",
     "looking": "正在寻找模型",
     "downloading": "正在下载 {name}",
     "checking": "正在校验 {name}",
@@ -90,6 +92,10 @@ class Words:
         if state.fraction is not None:
             return f"{text} {state.fraction:.0%}"
         return f"{text} {state.done / 1e6:,.0f} MB" if state.done else f"{text}…"
+
+    def about(self, version: str, model: str, profile: str | None) -> str:
+        """The page's last line."""
+        return self("and").join([self("about", version=version, model=model), *([self("profile", name=profile)] if profile else [])])
 
     def waiting(self, reply) -> str:
         """Why an answer has not begun; nothing when there is no more to say than that it is being thought about."""
