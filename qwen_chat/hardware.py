@@ -15,6 +15,7 @@ import psutil
 ROOT = Path("/")
 TINY_BYTES = 800_000_000  # with less memory than the default settings need, a device is "tiny"
 SERVER_CORES, SERVER_BYTES = 8, 8_000_000_000
+UNLIMITED = 2**62  # bytes; cgroup v1 states the largest number of pages where there is no limit
 ATOM_PER_CLOCK = 0.5  # of a Core's vector work in one clock: Gracemont has three 128-bit ports, Golden Cove three of 256
 N100 = re.compile(r"\bN(50|95|97|100|150|200|250)\b")  # Intel's four-core Alder Lake-N and Twin Lake
 PIES = {"raspberry-pi-4": r"Raspberry Pi (4|400|Compute Module 4S?)\b", "raspberry-pi-5": r"Raspberry Pi (5|500|Compute Module 5)\b"}
@@ -204,17 +205,24 @@ def _memory_v2(root: Path):
         limits = [limit for name in ("memory.max", "memory.high") if (limit := _number(folder / name)) is not None]
         if limits:
             swap_limit = _number(folder / "memory.swap.max")
-            swap = 2**63 if swap_limit is None else swap_limit - (_number(folder / "memory.swap.current") or 0)
+            swap = UNLIMITED if swap_limit is None else swap_limit - (_number(folder / "memory.swap.current") or 0)
             yield min(limits), _held(folder, "memory.current", ""), swap
 
 
 def _memory_v1(root: Path):
     for folder in _groups(root, "memory"):
         limit = _number(folder / "memory.limit_in_bytes")
-        if limit is not None and limit < 2**62:  # "no limit" is the largest number of pages
-            both, used = _number(folder / "memory.memsw.limit_in_bytes"), _number(folder / "memory.memsw.usage_in_bytes")
-            swap = 2**63 if both is None or both >= 2**62 else both - limit - max(0, (used or 0) - (_number(folder / "memory.usage_in_bytes") or 0))
-            yield limit, _held(folder, "memory.usage_in_bytes", "total_"), swap
+        if limit is not None and limit < UNLIMITED:
+            yield limit, _held(folder, "memory.usage_in_bytes", "total_"), _swap_v1(folder, limit)
+
+
+def _swap_v1(folder: Path, limit: int) -> int:
+    """v1 limits and counts memory and swap together ("memsw")."""
+    both = _number(folder / "memory.memsw.limit_in_bytes")
+    if both is None or both >= UNLIMITED:
+        return UNLIMITED
+    used, of_memory = _number(folder / "memory.memsw.usage_in_bytes") or 0, _number(folder / "memory.usage_in_bytes") or 0
+    return both - limit - max(0, used - of_memory)
 
 
 def _held(folder: Path, usage: str, prefix: str) -> int:
