@@ -271,7 +271,10 @@ def read_shape(path: Path) -> Shape | None:
     """What the header of a GGUF file says of the memory it takes, without loading it; None where it says too little,
     or is broken, which loading it will tell better."""
     llama_cpp.llama_log_set(_to_logging, ctypes.c_void_p(0))
-    gguf = _Gguf(path)
+    try:
+        gguf = _Gguf(path)
+    except AttributeError:  # on Windows a library does not lend the functions of those it uses
+        return None
     try:
         return _shape(gguf, path) if gguf.handle else None
     finally:

@@ -32,7 +32,7 @@ ZH = {
     "hello": "想聊点什么？",
     "placeholder": "输入消息",
     "about": "qwen-chat {version} · {model} · llama.cpp",
-    "profile": "配置 {name}",
+    "profile": "设备配置 {name}",
     "looking": "正在寻找模型",
     "downloading": "正在下载 {name}",
     "checking": "正在校验 {name}",

@@ -86,5 +86,5 @@ def test_figures_leave_out_what_was_not_measured():
 def test_the_last_line_of_the_page_names_the_profile_in_force():
     english, chinese = texts.preferred("en", None), texts.preferred("zh", None)
     assert english.about("1.0", "qwen", "n100") == "qwen-chat 1.0 · qwen · llama.cpp · profile n100"
-    assert chinese.about("1.0", "qwen", "n100") == "qwen-chat 1.0 · qwen · llama.cpp · 配置 n100"
+    assert chinese.about("1.0", "qwen", "n100") == "qwen-chat 1.0 · qwen · llama.cpp · 设备配置 n100"
     assert english.about("1.0", "qwen", None) == "qwen-chat 1.0 · qwen · llama.cpp"
