@@ -407,8 +407,8 @@ class Engine:
         there, own = usable_memory(), held_by_process()
         need = memory.check(shape, runtime, there, own)
         log.info("about %s of memory are needed (%s), %s are there", mb(need.least), need.parts(), mb(there.available + own))
-        if swapped := memory.in_swap(need, there, own):
-            log.warning("memory is short: about %s will be in swap, which is slow", mb(swapped))
+        if missing := memory.short(need, there, own):
+            log.warning("memory is short by about %s, which may make answers slow", mb(missing))
         parking = memory.parking(need, runtime, there, own)
         if parking < runtime.cache_mb * 2**20:
             log.warning("runtime.cache_mb is %d; %d is used, which is what the memory leaves", runtime.cache_mb, parking // 2**20)

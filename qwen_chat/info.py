@@ -69,17 +69,15 @@ def _config(config: Config, cores: hardware.Cores) -> dict:
 
 
 def _needs(shape: memory.Shape | None, runtime, granted: hardware.Memory) -> dict | None:
-    """The sum for a program of its own, not for this one; None where nothing is known of the weights."""
+    """The sum, as the start reckons it; None where nothing is known of the weights."""
     if shape is None:
         return None
-    need = memory.needed(shape, runtime)
-    refusal = None
+    need, own, refusal = memory.needed(shape, runtime), hardware.held_by_process(), None
     try:
-        memory.check(shape, runtime, granted, 0)
+        memory.check(shape, runtime, granted, own)
     except memory.NotEnoughMemory as error:
         refusal = str(error)
-    return {**vars(need), "least": need.least, "parts": need.parts(), "fits": need.least <= granted.available + granted.swap, "refusal": refusal,
-            "in_swap": memory.in_swap(need, granted, 0), "parking": memory.parking(need, runtime, granted, 0)}
+    return {**vars(need), "least": need.least, "parts": need.parts(), "short": memory.short(need, granted, own), "refusal": refusal, "parking": memory.parking(need, runtime, granted, own)}
 
 
 def _version(package: str) -> str | None:
@@ -151,10 +149,8 @@ def _weights(facts: dict) -> list[tuple[str, str]]:
     rows.append(("needs", f"about {mb(needs['least'])} ({needs['parts']})"))
     if needs["refusal"]:
         rows.append(("", needs["refusal"]))
-    elif not needs["fits"]:
-        rows.append(("", "which is more than there is; runtime.memory_check is off"))
-    elif needs["in_swap"]:
-        rows.append(("", f"of which {mb(needs['in_swap'])} would be in swap, which is slow"))
+    elif needs["short"]:
+        rows.append(("", f"which is {mb(needs['short'])} more than there is: it starts, but answers may be slow"))
     else:
         rows.append(("", f"which is there; beside it {mb(needs['parking'])} for conversations that pause (cache_mb)"))
     return rows

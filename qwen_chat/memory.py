@@ -16,6 +16,9 @@ VOCABULARY_BYTES = 340  # a token of the vocabulary, in llama.cpp's tables; meas
 CELLS_STEP = 256  # llama.cpp rounds a context up to this many cells
 OPENING_CELLS = 256  # for the system prompt, which is not tokenised yet
 BYTES_PER_VALUE = {"f16": 2.0, "q8_0": 34 / 32}  # q8_0: 32 values and a scale of two bytes, ggml-common.h
+# The sum is right to within so much. Measured in containers: 3% short of it, answers are as fast as ever (10 tokens/s);
+# 20% short, 1.2 tokens/s.
+LEEWAY = 0.05
 SMALLEST_FILE = 60_000_000  # there are hardly any chat models below
 
 
@@ -99,9 +102,12 @@ def _compute(shape: Shape, runtime, cells: int) -> int:
 
 
 def check(shape: Shape, runtime, memory: Memory, own: int) -> Need:
-    """What the model takes. Raises NotEnoughMemory where that is more than there is, swap counted in."""
+    """What the model takes. Raises NotEnoughMemory where that is clearly more than there is, swap counted in.
+
+    `own` is what the process holds already, which is part of the sum and not of what is available.
+    """
     need, there = needed(shape, runtime), memory.available + own + memory.swap
-    if runtime.memory_check and need.least > there:
+    if runtime.memory_check and need.least > there * (1 + LEEWAY):
         where = "the container's limit leaves" if memory.limited else "this machine has"
         raise NotEnoughMemory(
             f"Not enough memory: about {mb(need.least)} are needed ({need.parts()}), {where} {mb(there)}. "
@@ -111,16 +117,13 @@ def check(shape: Shape, runtime, memory: Memory, own: int) -> Need:
 
 
 def parking(need: Need, runtime, memory: Memory, own: int) -> int:
-    """How many bytes of paused conversations may be kept: `cache_mb`, or what the rest of the memory leaves of it.
-
-    `own` is what the process holds already, which is part of `need` and not of what is available.
-    """
+    """How many bytes of paused conversations may be kept: `cache_mb`, or what the rest of the memory leaves of it."""
     wanted = runtime.cache_mb * 2**20
     return min(wanted, max(0, memory.available + own - need.least)) if runtime.memory_check else wanted
 
 
-def in_swap(need: Need, memory: Memory, own: int) -> int:
-    """How many bytes of it have to go to swap."""
+def short(need: Need, memory: Memory, own: int) -> int:
+    """How many bytes are missing, and have to be swapped out or read from disk again and again."""
     return max(0, need.least - memory.available - own)
 
 

@@ -57,7 +57,6 @@ class Model:
     """
 
     def __init__(self, path: Path, runtime, progress: Callable[[float], bool] = lambda fraction: True):
-        llama_cpp.llama_log_set(_to_logging, ctypes.c_void_p(0))
         log.info("llama.cpp computes with its %s code", load_cpu_code())
         llama_cpp.llama_backend_init()
         self.path = path
@@ -250,6 +249,7 @@ def load_cpu_code() -> str:
     Such a build (GGML_CPU_ALL_VARIANTS) has a library for each generation of processors, but looks for them
     only beside the Python executable. "native" is code that is part of llama.cpp itself.
     """
+    llama_cpp.llama_log_set(_to_logging, ctypes.c_void_p(0))
     if os.name != "posix":
         return "native"
     library, package = llama_cpp.llama_cpp._lib, Path(llama_cpp.__file__).parent

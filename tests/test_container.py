@@ -231,7 +231,7 @@ def test_it_tells_what_the_limits_leave_of_the_machine(docker, image):
     assert 0 < facts["memory"]["available"] < 600 * 2**20
     assert facts["cores"]["count"] == 1 and (facts["cores"]["reason"], facts["cores"]["quota"]) == ("quota", 1.5) or os.cpu_count() == 1
     assert facts["config"]["in_force"] == "tiny" and "container" in facts["device"]["surroundings"]
-    assert facts["weights"]["name"] == "small" and facts["needs"]["fits"]
+    assert facts["weights"]["name"] == "small" and not facts["needs"]["refusal"]
 
 
 def test_too_little_memory_is_explained(run):

@@ -101,7 +101,9 @@ def test_enough_memory_is_no_fault():
     assert memory.check(QWEN, Runtime(), there(need.least / 1e6 + 1), 0) == need
     assert memory.check(QWEN, Runtime(), there(need.least / 1e6 - 99), own=100_000_000) == need  # it holds a part of it already
     assert memory.check(QWEN, Runtime(), there(300, swap=500), 0) == need
-    assert memory.in_swap(need, there(300, swap=500), 0) == need.least - 300_000_000
+    assert memory.short(need, there(300, swap=500), 0) == need.least - 300_000_000
+    assert memory.check(QWEN, Runtime(), there(need.least / 1e6 * 0.96), 0) == need  # the sum is not that exact
+    assert memory.short(need, there(need.least / 1e6 + 1), 0) == 0
     assert memory.check(QWEN, Runtime(memory_check=False), there(10), 0) == need
 
 
@@ -112,21 +114,21 @@ def refusal(megabytes: float, shape: Shape = QWEN, **settings) -> str:
 
 
 def test_too_little_is_told_with_the_sum_and_what_would_fit():
-    told = refusal(650)
-    assert told.startswith("Not enough memory: about 684 MB are needed (weights 392 MB, ") and "the container's limit leaves 650 MB" in told
+    told = refusal(648)
+    assert told.startswith("Not enough memory: about 684 MB are needed (weights 392 MB, ") and "the container's limit leaves 648 MB" in told
     assert "runtime: {parallel: 1, n_ctx: 1024} would fit, with 645 MB." in told
-    assert "So would weights of at most 358 MB with the settings as they are." in told
+    assert "So would weights of at most 356 MB with the settings as they are." in told
     assert told.endswith("runtime.memory_check: false starts all the same.") and "\n" not in told
     assert "Weights of at most 274 MB would fit with runtime: {parallel: 1, n_ctx: 512, kv_type: q8_0, n_ubatch: 64} (and generation.max_tokens: 256 at most)" in refusal(512)
     assert "That is too little for any model" in refusal(220)
     assert "Weights of at most 274 MB would fit; these take 392 MB." in refusal(512, n_ctx=512, parallel=1, kv_type="q8_0", n_ubatch=64, n_batch=64)
-    with pytest.raises(NotEnoughMemory, match="this machine has 650 MB"):
-        memory.check(QWEN, Runtime(), there(650, limited=False), 0)
+    with pytest.raises(NotEnoughMemory, match="this machine has 648 MB"):
+        memory.check(QWEN, Runtime(), there(648, limited=False), 0)
 
 
 @pytest.mark.parametrize("settings", [{}, {"n_ctx": 32768, "parallel": 8}, {"n_ctx": 8192, "parallel": 1, "flash_attn": False}, {"n_batch": 2048, "n_ubatch": 2048, "use_mmap": False}], ids=str)
 def test_what_is_said_to_fit_fits(settings):
-    most = int(needed(QWEN, Runtime(**settings)).least / 1e6)
+    most = int(needed(QWEN, Runtime(**settings)).least / 1e6 * 0.95)
     for megabytes in range(240, most, 20):
         told = refusal(megabytes, **settings)
         limit = megabytes * 1_000_000
