@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, field_validator, model_serializer
 
-from .profiles import AUTO, SHIPPED, Found, InForce, flat, lay_over, more_faults
+from .profiles import AUTO, NONE, SHIPPED, Found, InForce, flat, lay_over, more_faults
 
 DEFAULT_FILE = Path(__file__).resolve().parent.parent / "config.yaml"
 
@@ -244,6 +244,14 @@ def _with_profile(settings: dict, fitting: Callable[[], Found]) -> Config:
     config = Config.model_validate(settings)
     config._in_force = in_force
     return config
+
+
+def validated(settings: dict) -> Config:
+    """The configuration that `settings` make, which have their profile laid over them already. Raises ConfigError with
+    a line for each thing that does not fit."""
+    if faults := _faults({**settings, "profile": NONE}):
+        raise ConfigError(faults)
+    return Config.model_validate(settings)
 
 
 def load_or_exit(file: str | os.PathLike | None = None, **options) -> Config:

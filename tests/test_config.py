@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen_chat import config
+from qwen_chat import config, preferences
 from qwen_chat.config import PROFILES, Config, ConfigError
 from qwen_chat.profiles import flat
 
@@ -275,6 +275,7 @@ def test_profiles_of_ones_own_stand_beside_the_shipped_ones(tmp_path):
     ("profiles: {n100: {model: {path: x}}}\n", "profiles.n100.model: no such key; allowed: runtime, generation, chat, server"),
     ("profiles: {n100: 5}\n", "profiles.n100: 5 found; allowed: the keys runtime, generation, chat, server, indented below"),
     ("profiles:\n", "profiles: nothing found; allowed: a section"),
+    ("profiles: &a {n100: {chat: *a}}\n", "profiles.n100.chat.n100: no such key"),
     ("profiles: {auto: {}}\n", "profiles.auto: no name for a profile"),
     ("profiles: {n100: {server: {port: 80}}}\n", "profiles.n100.server.port: 80 found; allowed: only server.port, outside the profiles"),
     ("profiles: {n100: {runtime: {n_ctx: 512}, generation: {max_tokens: 400}}}\n", "profiles.n100.generation.max_tokens: 400 found; allowed: at most half of runtime.n_ctx (512), so that a question fits beside its answer; profiles.n100.runtime.n_ctx is 512"),
@@ -298,3 +299,11 @@ def test_secrets_in_and_below_a_profile_are_not_told(tmp_path):
     told = str(loaded.in_force) + repr(loaded) + json.dumps(loaded.in_force.changes, default=str)
     assert "server.api_key" in told and "hunter" not in told
     assert "hunter" not in "".join(faults("profiles: {mine: {server: {api_key: hunter2}}}\n", tmp_path))
+
+
+@pytest.mark.parametrize("text", ["profile: tiny\n", "profile: none\nruntime: {n_ctx: 512}\ngeneration: {max_tokens: 256}\n"])
+def test_what_a_tab_sets_is_checked_against_what_is_in_force(text, tmp_path):
+    loaded = on_a_pi(text, tmp_path)
+    assert preferences.applied(loaded, {"max_tokens": 200}).generation.max_tokens == 200
+    with pytest.raises(ConfigError, match=r"generation.max_tokens: 300 found; allowed: at most half of runtime.n_ctx \(512\)"):
+        preferences.applied(loaded, {"max_tokens": 300})
