@@ -50,8 +50,8 @@ class InForce:
 
 
 def flat(sections: Any, path: str = "") -> dict[str, Any]:
-    """{"runtime": {"n_ctx": 1024}} as {"runtime.n_ctx": 1024}; no deeper than settings go, as YAML may have loops."""
-    if not isinstance(sections, dict) or path.count(".") > 4:
+    """{"runtime": {"n_ctx": 1024}} as {"runtime.n_ctx": 1024}."""
+    if not isinstance(sections, dict):
         return {}
     keys: dict[str, Any] = {}
     for name, value in sections.items():

@@ -275,7 +275,7 @@ def test_profiles_of_ones_own_stand_beside_the_shipped_ones(tmp_path):
     ("profiles: {n100: {model: {path: x}}}\n", "profiles.n100.model: no such key; allowed: runtime, generation, chat, server"),
     ("profiles: {n100: 5}\n", "profiles.n100: 5 found; allowed: the keys runtime, generation, chat, server, indented below"),
     ("profiles:\n", "profiles: nothing found; allowed: a section"),
-    ("profiles: &a {n100: {chat: *a}}\n", "profiles.n100.chat.n100: no such key"),
+    ("profiles: &a {n100: {chat: *a}}\n", "not valid YAML: found unconstructable recursive node"),
     ("profiles: {auto: {}}\n", "profiles.auto: no name for a profile"),
     ("profiles: {n100: {server: {port: 80}}}\n", "profiles.n100.server.port: 80 found; allowed: only server.port, outside the profiles"),
     ("profiles: {n100: {runtime: {n_ctx: 512}, generation: {max_tokens: 400}}}\n", "profiles.n100.generation.max_tokens: 400 found; allowed: at most half of runtime.n_ctx (512), so that a question fits beside its answer; profiles.n100.runtime.n_ctx is 512"),
