@@ -16,8 +16,8 @@ VOCABULARY_BYTES = 340  # a token of the vocabulary, in llama.cpp's tables; meas
 CELLS_STEP = 256  # llama.cpp rounds a context up to this many cells
 OPENING_CELLS = 256  # for the system prompt, which is not tokenised yet
 BYTES_PER_VALUE = {"f16": 2.0, "q8_0": 34 / 32}  # q8_0: 32 values and a scale of two bytes, ggml-common.h
-# The sum is right to within so much. Measured in containers: 3% short of it, answers are as fast as ever (10 tokens/s);
-# 20% short, 1.2 tokens/s.
+# The sum is right to within so much. Measured in containers: 5% short of it, answers come as fast as ever, 10 tokens/s
+# there; 19% short, 1.2 tokens/s.
 LEEWAY = 0.05
 SMALLEST_FILE = 60_000_000  # there are hardly any chat models below
 
@@ -57,7 +57,8 @@ class Need:
 
     @property
     def total(self) -> int:
-        """What is resident where memory is plenty."""
+        """What is resident where memory is plenty, but for weights that llama.cpp lays out anew for the processor
+        ("CPU_REPACK"): where they are mapped too, they are resident twice until memory is wanted."""
         return self.program + self.weights + self.vocabulary + self.kv + self.compute
 
     @property
