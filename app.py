@@ -18,8 +18,12 @@ from qwen_chat.condense import Condenser
 from qwen_chat.config import load_or_exit
 from qwen_chat.conversation import Conversation, TooLong
 from qwen_chat.engine import Busy, Engine, EngineError
+from qwen_chat.memory import NotEnoughMemory
 from qwen_chat.model import ModelError
 from qwen_chat.sampling import Sampling
+
+# How the program ends: 0 when it is told to, 1 when the engine breaks, and these. Faults of config.yaml are a 2 as well.
+STATUSES = {2: NotEnoughMemory, 3: (weights.WeightsError, ModelError)}
 
 config = load_or_exit()
 engine = Engine(config.runtime, partial(weights.find, config.model), config.server.queue_size, lambda: conversation.opening())
@@ -30,6 +34,8 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for name in ("app", "qwen_chat", "llama.cpp"):  # others, at debug, would log addresses and what people write
         logging.getLogger(name).setLevel(config.server.log_level.upper())
+    if config.in_force:
+        logging.getLogger("app").info("%s", config.in_force)
     if refusal := why_not(config.server.host, config.server.port):
         print(refusal, file=sys.stderr)
         sys.exit(2)
@@ -122,7 +128,7 @@ def main() -> int:
         stop.wait(2 if demo.is_running else 0)  # so that open pages can say it
     engine.close()  # first, so that answers on their way end
     demo.close(verbose=False)
-    return 0 if not engine.error else 3 if isinstance(engine.error, (weights.WeightsError, ModelError)) else 1
+    return next((status for status, errors in STATUSES.items() if isinstance(engine.error, errors)), 1) if engine.error else 0
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Callable, Iterable
 
-from .hardware import usable_cores
+from . import memory
+from .hardware import held_by_process, usable_cores, usable_memory
 from .kvcache import KVCache, Sequence, token_array
-from .model import ABORTED, NO_CELLS, Model, system_info
+from .model import ABORTED, NO_CELLS, Model, read_shape, system_info
 from .sampling import Logprob, Sampler, Sampling
 from .textstream import TextStream
 
@@ -388,6 +389,7 @@ class Engine:
         runtime = self.runtime
         self.state = State("loading", weights.name, 0, 100)
         started = time.perf_counter()
+        cache_bytes = self._check_memory(weights)
         model = Model(weights.path, runtime, lambda part: self._loaded(weights.name, part))
         self.model = model
         n_ctx = runtime.n_ctx
@@ -400,7 +402,7 @@ class Engine:
         n_threads = threads if runtime.n_threads == "auto" else runtime.n_threads
         n_batch = n_threads if runtime.n_threads_batch == "auto" else runtime.n_threads_batch
         model.open_context(runtime, n_ctx * runtime.parallel + len(opening), runtime.parallel + 1, n_threads, n_batch)
-        self.cache = KVCache(model, runtime.parallel, runtime.cache_mb * 1024 * 1024)
+        self.cache = KVCache(model, runtime.parallel, cache_bytes)
         self._compute_opening(opening or token_array(model.tokenize("\n")))
         self.info = Info(
             weights.name, str(weights.path), weights.fallback, model.size_bytes, model.n_params,
@@ -410,6 +412,21 @@ class Engine:
         log.info("%s is ready after %.1f s: %d threads, n_ctx %d", weights.name, time.perf_counter() - started, n_threads, n_ctx)
         self.state = State("ready", weights.name)
         self.ready.set()
+
+    def _check_memory(self, weights) -> int:
+        """How many bytes paused conversations may take. Raises memory.NotEnoughMemory where the model does not fit."""
+        shape, runtime, mb = read_shape(weights.path), self.runtime, memory.mb
+        if shape is None:
+            return runtime.cache_mb * 2**20
+        there, own = usable_memory(), held_by_process()
+        need = memory.check(shape, runtime, there, own)
+        log.info("about %s of memory are needed (%s), %s are there", mb(need.least), need.parts(), mb(there.available + own))
+        if missing := memory.short(need, there, own):
+            log.warning("memory is short by about %s, which may make answers slow", mb(missing))
+        parking = memory.parking(need, runtime, there, own)
+        if parking < runtime.cache_mb * 2**20:
+            log.warning("runtime.cache_mb is %d; %d is used, which is what the memory leaves", runtime.cache_mb, parking // 2**20)
+        return parking
 
     def _report(self, progress) -> None:
         if self._closing:

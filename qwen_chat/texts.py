@@ -7,6 +7,7 @@ EN = {
     "chat_tab": "Chat",
     "view_tab": "Performance",
     "about": "qwen-chat {version} · {model} · llama.cpp",
+    "profile": "profile {name}",
     "looking": "Looking for the model",
     "downloading": "Downloading {name}",
     "checking": "Checking {name}",
@@ -119,6 +120,7 @@ ZH = {
     "chat_tab": "对话",
     "view_tab": "性能",
     "about": "qwen-chat {version} · {model} · llama.cpp",
+    "profile": "设备配置 {name}",
     "looking": "正在寻找模型",
     "downloading": "正在下载 {name}",
     "checking": "正在校验 {name}",
@@ -291,6 +293,10 @@ class Words:
         if state.fraction is not None:
             return f"{text} {state.fraction:.0%}"
         return f"{text} {state.done / 1e6:,.0f} MB" if state.done else f"{text}…"
+
+    def about(self, version: str, model: str, profile: str | None) -> str:
+        """The page's last line."""
+        return self("and").join([self("about", version=version, model=model), *([self("profile", name=profile)] if profile else [])])
 
     def waiting(self, reply) -> str:
         """Why an answer has not begun; nothing when there is no more to say than that it is being thought about."""

@@ -344,7 +344,8 @@ class ChatPage(gr.ChatInterface):
             return
         name, reason = engine.info.name, engine.info.fallback
         banner = _banner("fallback", words("fallback", model=name, reason=reason)) if reason else ""
-        yield banner, html.escape(words("about", model=name, version=__version__))
+        profile = self.settings.in_force.name if self.settings.in_force else None
+        yield banner, html.escape(words.about(__version__, name, profile))
 
     def _typed(self, request: gr.Request, text: str, chat: list[dict], *values):
         """What is being typed may be computed ahead; it is not logged, not kept and not waited for."""

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from qwen_chat import bench, bench_report
+from qwen_chat.__main__ import TOOLS
 from qwen_chat.bench_report import Figure, Part, number, ratios, slope, svg, table
 from qwen_chat.bench_sides import Answer, BenchError, HttpSide, Texts, delta, events, take
 
@@ -190,7 +191,7 @@ def tool(small_model, tmp_path_factory):
     """Runs `python -m qwen_chat ...` with a small configuration: `tool("bench", "--quick", ...)`."""
     folder = tmp_path_factory.mktemp("bench")
     settings = {
-        "model": {"path": str(small_model)}, "chat": {"system_prompt": "Be brief."}, "generation": {"max_tokens": 64},
+        "profile": "none", "model": {"path": str(small_model)}, "chat": {"system_prompt": "Be brief."}, "generation": {"max_tokens": 64},
         "runtime": {"n_ctx": 512, "n_threads": 1, "n_threads_batch": 1},  # one thread: two that wait for each other crawl on a busy machine
     }
     (folder / "config.yaml").write_text(json.dumps(settings))  # JSON is YAML
@@ -245,8 +246,9 @@ def test_faults_are_told_in_a_sentence(tool, tmp_path):
         result = tool(*arguments, **environment)
         assert result.returncode == status and words in result.stderr and "Traceback" not in result.stderr, (result.returncode, result.stderr)
 
-    fails(2, "'nonsense' (choose from 'bench'" if sys.version_info < (3, 12) else "'nonsense' (choose from bench", "nonsense")
-    fails(2, "one of: bench")
+    quoted = [repr(name) if sys.version_info < (3, 12) else name for name in TOOLS]
+    fails(2, f"'nonsense' (choose from {', '.join(quoted)})", "nonsense")
+    fails(2, f"one of: {', '.join(TOOLS)}")
     fails(2, "'fast' found; allowed: load, follow-up,", "bench", "--only", "load,fast")
     fails(2, "'0' found; allowed: a whole number from 1", "bench", "--repeats", "0")
     fails(2, "100 found; allowed: 256 or more", "bench", "--contexts", "100,512")

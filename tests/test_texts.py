@@ -100,3 +100,10 @@ def test_the_size_of_what_is_typed_is_told_once_it_is_noticeable():
 
 def test_figures_leave_out_what_was_not_measured():
     assert texts.preferred("en", None).figures(Stats(10, 4, 0), 1024) == "window 10 / 1,024 tokens · 4 reused"
+
+
+def test_the_last_line_of_the_page_names_the_profile_in_force():
+    english, chinese = texts.preferred("en", None), texts.preferred("zh", None)
+    assert english.about("1.0", "qwen", "n100") == "qwen-chat 1.0 · qwen · llama.cpp · profile n100"
+    assert chinese.about("1.0", "qwen", "n100") == "qwen-chat 1.0 · qwen · llama.cpp · 设备配置 n100"
+    assert english.about("1.0", "qwen", None) == "qwen-chat 1.0 · qwen · llama.cpp"
