@@ -1,5 +1,6 @@
 """The program on one page: settings -> engine -> respond() -> chat page -> web server."""
 
+import asyncio
 import logging
 import os
 import signal
@@ -64,7 +65,7 @@ async def respond(message: str, history: list[dict], settings, request: gr.Reque
             async for part in parts:
                 yield ui.status(words("condensing", number=part.number, count=part.count))
         messages = fitted.messages
-        prompt = talk.prompt(messages, begun=begun)
+        prompt = await asyncio.to_thread(talk.prompt, messages, begun=begun)
         reply = engine.stream(
             prompt.tokens, Sampling.from_config(settings), prompt.max_tokens, prompt.stop, owner=session, trimmed=prompt.trimmed,
             follow=prompt.follow, on_end=lambda reply: short.after(reply, messages, session, begun=begun),

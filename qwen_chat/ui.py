@@ -198,11 +198,11 @@ class ChatPage(gr.ChatInterface):
         with gr.Tabs(elem_id="tabs", overflow_behavior="wrap"):
             with gr.Tab(self.word("chat_tab"), elem_id="chat-tab", scale=1, render_children=True) as self.chat_tab:
                 super()._render_chatbot_area(*parts)
+                self._render_text_row()
             with gr.Tab(self.word("view_tab"), elem_id="view-tab") as self.view_tab:
                 self.view = gr.HTML(elem_id="view")  # on the page, only what has changed is renewed
 
     def _render_footer(self):
-        self._render_text_row()
         self.about = gr.HTML(elem_id="about")
         self.typing = gr.Button(elem_id="typed", visible="hidden")
         self.refreshing = gr.Button(elem_id="refresh", visible="hidden")
