@@ -16,7 +16,7 @@ from .model import Model, ModelError, _Batch, load_cpu_code
 FTYPES = {
     name.removeprefix("LLAMA_FTYPE_").removeprefix("MOSTLY_").removeprefix("ALL_"): value
     for name, value in vars(llama_cpp.llama_cpp).items()
-    if name.startswith(("LLAMA_FTYPE_MOSTLY_", "LLAMA_FTYPE_ALL_"))
+    if name.startswith(("LLAMA_FTYPE_MOSTLY_", "LLAMA_FTYPE_ALL_")) and not name.endswith("NVFP4")  # which it reads, but does not make
 }
 TYPES = {
     name.removeprefix("GGML_TYPE_"): value
