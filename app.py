@@ -22,7 +22,6 @@ from qwen_chat.sampling import Sampling
 config = load_or_exit()
 engine = Engine(config.runtime, partial(weights.find, config.model), config.server.queue_size, lambda: conversation.opening())
 conversation = Conversation(engine, config)
-sampling = Sampling.from_config(config)
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -40,19 +39,21 @@ from qwen_chat import api, ui  # noqa: E402
 log = logging.getLogger("app")
 
 
-async def respond(message: str, history: list[dict], request: gr.Request):
-    """Streams the answer to `message`, and at its end the figures; whatever fails becomes a message."""
+async def respond(message: str, history: list[dict], settings, request: gr.Request, begun: str = ""):
+    """Streams the answer to `message`, or the rest of one that has `begun`, and at its end the figures; whatever
+    fails becomes a message. `settings` are config.yaml's with what this tab sets otherwise."""
     words = demo.words(request)
-    reply, answer = None, ""
+    reply, answer = None, begun
     try:
         async for state in ui.settling(engine):
             yield ui.status(words.state(state))
         await engine.wait_ready()
         messages, session = [*history, {"role": "user", "content": message}], request.session_hash
-        prompt = conversation.prompt(messages)
+        talk = conversation.under(settings)
+        prompt = talk.prompt(messages, begun=begun)
         reply = engine.stream(
-            prompt.tokens, sampling, prompt.max_tokens, prompt.stop, owner=session, trimmed=prompt.trimmed,
-            follow=prompt.follow, on_end=lambda reply: conversation.after(reply, messages, session),
+            prompt.tokens, Sampling.from_config(settings), prompt.max_tokens, prompt.stop, owner=session, trimmed=prompt.trimmed,
+            follow=prompt.follow, on_end=lambda reply: talk.after(reply, messages, session, begun=begun),
         )
         async for text in ui.pieces(reply, history):
             answer += text
@@ -60,21 +61,24 @@ async def respond(message: str, history: list[dict], request: gr.Request):
                 yield answer
             elif waiting := words.waiting(reply):
                 yield ui.status(waiting)
-        yield ui.answer(answer, words.figures(reply.stats, engine.info.n_ctx, prompt.dropped))
+        more = words("continue") if reply.stats.finish_reason == "length" else ""
+        yield ui.answer(answer, words.figures(reply.stats, engine.info.n_ctx, prompt.dropped), more)
         if not answer:
             yield ui.notice(words("empty"))
     except Exception as error:
-        notice = ui.notice(_apology(error, words))
+        notice = ui.notice(_apology(error, words, begun))
         yield [ui.answer(answer), notice] if answer else notice
     finally:
         if reply:
             reply.cancel()  # Stop, a closed page, or nothing left to cancel
 
 
-def _apology(error: Exception, words) -> str:
-    """What is said in place of an answer."""
+def _apology(error: Exception, words, begun: str) -> str:
+    """What is said in place of an answer, or of its rest."""
     if isinstance(error, Busy):
         return words("busy")
+    if isinstance(error, TooLong) and begun:
+        return words("no_room")
     if isinstance(error, TooLong):
         return words("too_long", size=f"{error.size:,}", limit=f"{error.limit:,}")
     if isinstance(error, EngineError):
@@ -83,10 +87,10 @@ def _apology(error: Exception, words) -> str:
     return words("broken")
 
 
-def typed(message: str, history: list[dict], request: gr.Request) -> None:
+def typed(message: str, history: list[dict], settings, request: gr.Request) -> None:
     """Computes ahead what is being typed, so that only its last few tokens are left when it is sent."""
     if engine.state.phase == "ready":
-        prompt = conversation.prompt([*history, {"role": "user", "content": message}])
+        prompt = conversation.under(settings).prompt([*history, {"role": "user", "content": message}])
         engine.warm(request.session_hash, prompt.tokens, prompt.trimmed)
 
 

@@ -197,6 +197,13 @@ def load(file: str | os.PathLike | None = None, environ=os.environ) -> Config:
     return config
 
 
+def validated(settings: dict) -> Config:
+    """The configuration that `settings` make. Raises ConfigError with a line for each thing that does not fit."""
+    if faults := _faults(settings):
+        raise ConfigError(faults)
+    return Config.model_validate(settings)
+
+
 def load_or_exit(file: str | os.PathLike | None = None) -> Config:
     """`load`, for programs: faults go to stderr and the process ends with status 2."""
     try:

@@ -79,6 +79,10 @@ class ChatTemplate:
             pieces.append(self._tokens(after, special=True))
         return pieces
 
+    def text(self, text: str) -> list[int]:
+        """Token ids of `text` within a message: those the model chose, where it is an answer of its own."""
+        return self._tokens(text) if text else []
+
     def plain(self, text: str) -> list[int]:
         """Token ids of `text` alone, which begin as the model wants every text to begin."""
         return self._bos + self._model.tokenize(text)
@@ -112,6 +116,14 @@ class Conversation:
         self._config = config
         self._made: ChatTemplate | None = None
 
+    def under(self, config) -> "Conversation":
+        """The same with other settings: for one tab that has its own. Needs the model."""
+        if config is self._config:
+            return self
+        other = Conversation(self._engine, config)
+        other._made = self.template
+        return other
+
     @property
     def template(self) -> ChatTemplate:
         if self._made is None:
@@ -123,8 +135,9 @@ class Conversation:
         messages = [*self._system(), {"role": "user", "content": ""}]
         return sum(self.template.render(messages, answering=False)[: len(messages)], [])
 
-    def prompt(self, messages: list[dict], max_tokens: int | None = None) -> Prompt:
-        """The prompt for the answer to `messages`, the last of which is the user's.
+    def prompt(self, messages: list[dict], max_tokens: int | None = None, begun: str = "") -> Prompt:
+        """The prompt for the answer to `messages`, the last of which is the user's; for the rest of it, where
+        there is a `begun` answer.
 
         Oldest turns are dropped, one by one, until the answer has room; the system prompt and the newest
         message never are. Raises TooLong when they alone are too much.
@@ -135,6 +148,8 @@ class Conversation:
         system = [message for message in given if message["role"] == "system"] or self._system()
         turns = _turns([message for message in given if message["role"] != "system"])
         costs, base = self._costs(system, turns)
+        already = self.template.text(begun)
+        base += len(already)
         most = self._config.chat.history.max_turns
         start = max(0, len(turns) - most) if most else 0
         start = self._first_that_fits(costs, start, n_ctx - wanted - base)
@@ -143,7 +158,7 @@ class Conversation:
         if room < min(wanted, SMALLEST_ANSWER):
             raise TooLong(costs[-1], n_ctx - base - min(wanted, SMALLEST_ANSWER))
         view = [*system, *(message for turn in turns[start:] for message in turn)]
-        tokens = sum(self.template.render(view), [])
+        tokens = sum(self.template.render(view), []) + already
         return Prompt(tokens, room, start, self._follow(view), list(self._config.generation.stop))
 
     def whole(self, messages: list[dict]) -> Prompt:
@@ -166,18 +181,18 @@ class Conversation:
             raise TooLong(len(tokens), self._engine.n_ctx - 1)
         return Prompt(tokens, room, 0, follow, list(self._config.generation.stop))
 
-    def remember(self, reply) -> None:
+    def remember(self, reply, begun: str = "") -> None:
         """Keeps an answer's own tokens, so that the next turn's prompt has them unchanged."""
         if reply.tokens and reply.text:
-            self.template.remember(reply.text, reply.tokens)
+            self.template.remember(begun + reply.text, self.template.text(begun) + reply.tokens)
 
-    def after(self, reply, messages: list[dict], owner: object, max_tokens: int | None = None) -> None:
+    def after(self, reply, messages: list[dict], owner: object, max_tokens: int | None = None, begun: str = "") -> None:
         """Prepares the next turn of a conversation that has just been answered: if that will have to drop turns,
         they are dropped now, while the answer is read."""
-        self.remember(reply)
+        self.remember(reply, begun)
         if not reply.text:
             return
-        answered = [*messages, {"role": "assistant", "content": reply.text}, {"role": "user", "content": ""}]
+        answered = [*messages, {"role": "assistant", "content": begun + reply.text}, {"role": "user", "content": ""}]
         ahead = self.prompt(answered, max_tokens)
         if ahead.dropped > self.prompt(messages, max_tokens).dropped:
             end = len(self.template.render([{"role": "user", "content": ""}])[-1])

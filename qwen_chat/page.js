@@ -1,20 +1,41 @@
 // What the page does by itself, so that nothing waits for the server that need not.
 // Each function of chatPage is the `js` of an event in ui.py: it takes the values of the event's
 // inputs and returns those of its outputs; an empty list leaves everything as it is.
+// CHAT, set before this, has the words, presets and settings that ui.py hands over.
 (() => {
   const TYPING_PAUSE = 150; // milliseconds without a key before the text is handed over
-  const STOP = { __type__: "update", submit_btn: false, stop_btn: true };
-  const SEND = { __type__: "update", submit_btn: true, stop_btn: false };
+  const SAME = { __type__: "update" };
+  const STOP = { ...SAME, submit_btn: false, stop_btn: true };
+  const SEND = { ...SAME, submit_btn: true, stop_btn: false };
+
+  // A language set in config.yaml is the browser's here, so that Gradio's own words follow it too.
+  if (CHAT.language !== "auto") {
+    const code = CHAT.language === "zh" ? "zh-CN" : "en";
+    Object.defineProperty(navigator, "language", { get: () => code });
+    Object.defineProperty(navigator, "languages", { get: () => [code] });
+  }
+  const chinese = navigator.language.toLowerCase().startsWith("zh");
+  CHAT.word = CHAT.words[chinese ? "zh" : "en"];
+  document.documentElement.lang = CHAT.word.lang;
 
   const find = (selector) => document.querySelector(selector);
+  const input = () => find("#box textarea");
   const answering = () => Boolean(find("[data-testid=stop-button]"));
   const fromUser = (message) => message?.role === "user";
   const isStatus = (message) => message?.metadata?.id === "status";
   const question = (text) => ({ role: "user", content: [{ type: "text", text }], metadata: null, options: null });
   const textOf = (message) => message.content.map((part) => part.text ?? "").join("");
+  const plain = (chat) => chat.map((message) => (message.options?.length ? { ...message, options: null } : message));
 
   // The chat without what followed the newest message of the person.
   const unanswered = (chat) => chat.slice(0, chat.findLastIndex(fromUser) + 1);
+
+  // A stopped answer can be gone on with; one without figures was stopped.
+  const stopped = (message) => message && !fromUser(message) && !message.metadata?.id && !message.metadata?.log;
+  const withMore = (chat) => {
+    if (!stopped(chat.at(-1)) || !textOf(chat.at(-1)).trim()) return chat;
+    return [...chat.slice(0, -1), { ...chat.at(-1), options: [{ label: CHAT.word.continue, value: "continue" }] }];
+  };
 
   // The newest text stays in sight, however much comes at once, until the person scrolls away from it.
   const LOG = "#chat .bubble-wrap";
@@ -38,70 +59,148 @@
   };
   const rendered = new MutationObserver(asTyped);
 
-  let cleared = false; // since the last question
-  const begin = (...values) => {
+  // Writes the figures of each answer where page.css shows them: beside it, not in it.
+  let drawn = [];
+  const draw = () => {
+    asTyped();
+    const log = find(LOG)?.firstElementChild;
+    if (log) grown.observe(log);
+    if (log) rendered.observe(log, { childList: true, subtree: true, characterData: true });
+    const answers = drawn.filter((message) => !fromUser(message));
+    document.querySelectorAll("#chat .bot-row").forEach((row, i) => {
+      const { id, log } = answers[i]?.metadata ?? {};
+      row.dataset.kind = id ?? "answer";
+      if (row.nextElementSibling?.matches(".message-buttons")) row.nextElementSibling.dataset.figures = log ?? "";
+    });
+  };
+  const show = (chat) => {
+    drawn = chat;
+    questions = chat.filter(fromUser).map(textOf);
+    requestAnimationFrame(draw);
+    window.keptChats.save(chat.filter((message) => !isStatus(message)));
+  };
+
+  let instead = null; // the chat that took the place of one whose answer was on its way
+  const begin = (chat, ...values) => {
     follow = true;
-    cleared = false;
-    return values;
+    instead = null;
+    show(chat);
+    return [...values, chat];
+  };
+  const SETTINGS = "qwen-chat.settings", DRAFT = "qwen-chat.draft"; // of this tab
+  const focus = () => {
+    if (matchMedia("(hover: hover)").matches) input()?.focus();
   };
 
   window.chatPage = {
     send(text, chat) {
       if (answering()) return [];
-      if (text.trim()) return begin({ ...STOP, value: "" }, [...chat, question(text)]);
-      return fromUser(chat.at(-1)) ? begin(STOP, chat) : [];
+      if (text.trim()) return begin([...plain(chat), question(text)], { ...STOP, value: "" });
+      return fromUser(chat.at(-1)) ? begin(chat, STOP) : [];
     },
     retry(chat) {
-      return answering() ? [] : begin(STOP, unanswered(chat));
+      return answering() ? [] : begin(unanswered(chat), STOP);
     },
     undo(text, chat) {
       const kept = unanswered(chat);
       if (answering() || !kept.length) return [];
-      return [{ __type__: "update", value: text || textOf(kept.at(-1)) }, kept.slice(0, -1)];
+      show(kept.slice(0, -1));
+      return [{ ...SAME, value: text || textOf(kept.at(-1)) }, kept.slice(0, -1)];
     },
     begin() {
-      return begin(STOP);
+      follow = true;
+      instead = null;
+      return [STOP];
     },
-    clear() {
-      cleared = true;
+    drawn(chat) {
+      show(chat);
       return [];
+    },
+    // Another conversation takes the place of this one; its answer, if one is on its way, is stopped.
+    turn(chat) {
+      if (chat.length) window.keptChats.save(withMore(chat.filter((message) => !isStatus(message))));
+      const next = window.keptChats.next();
+      instead = answering() ? next : null;
+      follow = true;
+      show(next);
+      focus();
+      ahead();
+      return [SAME, next];
     },
     end(chat) {
       soon();
-      if (document.activeElement === document.body && matchMedia("(hover: hover)").matches) find("#box textarea")?.focus();
-      if (cleared) return [SEND, []]; // what was still on its way came back into the chat
-      return isStatus(chat.at(-1)) ? [SEND, chat.slice(0, -1)] : [SEND];
+      if (document.activeElement === document.body) focus();
+      if (instead) return [SEND, instead]; // what was still on its way came back into the chat
+      const left = withMore(isStatus(chat.at(-1)) ? chat.slice(0, -1) : chat);
+      show(left);
+      return [SEND, left];
     },
-    // Writes the figures of each answer where page.css shows them: beside it, not in it.
-    changed(chat) {
-      questions = chat.filter(fromUser).map(textOf);
-      requestAnimationFrame(() => {
-        asTyped();
-        const log = find(LOG)?.firstElementChild;
-        if (log) grown.observe(log);
-        if (log) rendered.observe(log, { childList: true, subtree: true, characterData: true });
-        const answers = chat.filter((message) => !fromUser(message));
-        document.querySelectorAll("#chat .bot-row").forEach((row, i) => {
-          const { id, log } = answers[i]?.metadata ?? {};
-          row.dataset.kind = id ?? "answer";
-          if (row.nextElementSibling?.matches(".message-buttons")) row.nextElementSibling.dataset.figures = log ?? "";
-        });
-      });
+    restore() {
+      const [text, chat] = [sessionStorage.getItem(DRAFT) ?? "", window.keptChats.reopened()];
+      show(chat);
+      if (chat.length) ahead();
+      return [{ ...SAME, value: text }, chat];
+    },
+    preset(name) {
+      return [CHAT.presets[name][chinese ? "zh" : "en"]];
+    },
+    keepSettings(...values) {
+      sessionStorage.setItem(SETTINGS, JSON.stringify(values));
       return [];
     },
+    restoreSettings() {
+      return JSON.parse(sessionStorage.getItem(SETTINGS) ?? "[]");
+    },
+    resetSettings: () => CHAT.settings,
   };
 
   // Type-ahead: after a pause, the unsent text is handed over. Half-composed Chinese is not text yet.
   let timer;
+  const ahead = () => setTimeout(() => answering() || find("#typed")?.click(), 2 * TYPING_PAUSE);
   const soon = () => {
     clearTimeout(timer);
     timer = setTimeout(() => {
-      if (!answering() && find("#box textarea")?.value.trim()) find("#typed")?.click();
+      if (!answering() && input()?.value.trim()) find("#typed")?.click();
     }, TYPING_PAUSE);
   };
   const typed = (event) => {
-    if (!event.isComposing && event.target.closest?.("#box")) soon();
+    if (!event.target.closest?.("#box")) return;
+    sessionStorage.setItem(DRAFT, event.target.value);
+    if (!event.isComposing) soon();
   };
   document.addEventListener("input", typed);
   document.addEventListener("compositionend", typed);
+
+  // Keys: Escape stops; the arrow up in the empty box brings back what was asked, the arrow down goes forth again.
+  let recalled = null; // how many questions back
+  const recall = (step) => {
+    const back = Math.min((recalled ?? 0) + step, questions.length);
+    recalled = back > 0 ? back : null;
+    const box = input();
+    Object.getOwnPropertyDescriptor(HTMLTextAreaElement.prototype, "value").set.call(box, recalled ? questions.at(-back) : "");
+    box.dispatchEvent(new Event("input", { bubbles: true }));
+  };
+  const pressed = (event) => {
+    if (event.isComposing) return;
+    if (event.key === "Escape") return find("[data-testid=stop-button]")?.click();
+    if (event.target !== input()) return;
+    const { value } = event.target;
+    const step = { ArrowUp: 1, ArrowDown: -1 }[event.key];
+    const untouched = recalled ? value === questions.at(-recalled) : value === "" && step === 1;
+    if (!step) recalled = null;
+    else if (untouched && questions.length && !answering()) {
+      event.preventDefault();
+      recall(step);
+    }
+  };
+  document.addEventListener("keydown", pressed);
+
+  // Names for what has only a picture.
+  const named = () => {
+    for (const [selector, name] of [["#box .submit-button", "send"], ["#box .stop-button", "stop"], [".toggle-button", "menu"]]) {
+      const button = find(selector);
+      if (button && button.title !== CHAT.word[name]) button.ariaLabel = button.title = CHAT.word[name];
+    }
+  };
+  new MutationObserver(named).observe(document, { childList: true, subtree: true });
 })();

@@ -4,6 +4,8 @@ EN = {
     "lang": "en",
     "hello": "What would you like to know?",
     "placeholder": "Message",
+    "chat_tab": "Chat",
+    "view_tab": "Performance",
     "about": "qwen-chat {version} · {model} · llama.cpp",
     "looking": "Looking for the model",
     "downloading": "Downloading {name}",
@@ -25,11 +27,57 @@ EN = {
     "cut_off": "stopped at the limit of {count} tokens",
     "dropped": ("the first round is no longer in view", "the first {count} rounds are no longer in view"),
     "and": " · ",
+    "continue": "Continue",
+    "no_room": "The window is full: there is no room left to go on. Ask in a new message instead.",
+    "setting": "These settings cannot be used: {faults}",
+    "settings": "Settings of this tab",
+    "preset_assistant": "Assistant",
+    "preset_translator": "Translator",
+    "preset_coder": "Coder",
+    "preset_teacher": "Teacher",
+    "reset": "Reset",
+    "set_system_prompt": "System prompt",
+    "info_system_prompt": "Empty: the one of config.yaml",
+    "set_temperature": "Temperature",
+    "info_temperature": "Higher is more varied, 0 always takes the likeliest",
+    "set_top_p": "Top p",
+    "info_top_p": "Choose among the likeliest, up to this share",
+    "set_repeat_penalty": "Repeat penalty",
+    "info_repeat_penalty": "1 is none",
+    "set_max_tokens": "Longest answer",
+    "info_max_tokens": "In tokens",
+    "set_max_turns": "Rounds the model sees",
+    "info_max_turns": "0: all that fit",
+    "set_seed": "Seed",
+    "info_seed": "-1: another each time",
+    "new_chat": "New chat",
+    "kept": "Conversations",
+    "kept_where": "Kept in this browser alone",
+    "none_kept": "None yet",
+    "untitled": "Untitled",
+    "rename": "Rename",
+    "delete": "Delete",
+    "sure": "Delete it?",
+    "yes": "Yes",
+    "no": "No",
+    "export_md": "Export as Markdown",
+    "export_json": "Export all as JSON",
+    "import": "Import",
+    "imported": "{count} imported",
+    "not_ours": "{name} is not an export of this page: a .json or .md file made here is needed",
+    "store_full": "This browser's storage is full: this conversation is not kept. Export or delete some.",
+    "you": "You",
+    "bot": "Assistant",
+    "send": "Send",
+    "stop": "Stop",
+    "menu": "Conversations and settings",
 }
 ZH = {
     "lang": "zh-CN",
     "hello": "想聊点什么？",
     "placeholder": "输入消息",
+    "chat_tab": "对话",
+    "view_tab": "性能",
     "about": "qwen-chat {version} · {model} · llama.cpp",
     "looking": "正在寻找模型",
     "downloading": "正在下载 {name}",
@@ -51,6 +99,70 @@ ZH = {
     "cut_off": "已到 {count} 个词元的上限",
     "dropped": ("最早的 1 轮对话已不在视野内", "最早的 {count} 轮对话已不在视野内"),
     "and": " · ",
+    "continue": "继续",
+    "no_room": "窗口已满，没有空间继续写了。请另发一条消息。",
+    "setting": "这些设置不能使用：{faults}",
+    "settings": "本标签页的设置",
+    "preset_assistant": "助手",
+    "preset_translator": "翻译",
+    "preset_coder": "编程",
+    "preset_teacher": "老师",
+    "reset": "恢复默认",
+    "set_system_prompt": "系统提示",
+    "info_system_prompt": "留空则用 config.yaml 里的",
+    "set_temperature": "温度",
+    "info_temperature": "越高越多变；0 总取最可能的词",
+    "set_top_p": "Top p",
+    "info_top_p": "只在累计概率达到此值的词里选",
+    "set_repeat_penalty": "重复惩罚",
+    "info_repeat_penalty": "1 为不用",
+    "set_max_tokens": "最长回答",
+    "info_max_tokens": "词元数",
+    "set_max_turns": "带上最近几轮",
+    "info_max_turns": "0 为放得下的都带上",
+    "set_seed": "随机种子",
+    "info_seed": "-1 为每次不同",
+    "new_chat": "新对话",
+    "kept": "历史对话",
+    "kept_where": "只保存在这个浏览器里",
+    "none_kept": "还没有",
+    "untitled": "无标题",
+    "rename": "重命名",
+    "delete": "删除",
+    "sure": "确定删除？",
+    "yes": "是",
+    "no": "否",
+    "export_md": "导出为 Markdown",
+    "export_json": "全部导出为 JSON",
+    "import": "导入",
+    "imported": "已导入 {count} 个",
+    "not_ours": "{name} 不是本页面导出的文件：需要在这里导出的 .json 或 .md 文件",
+    "store_full": "浏览器的存储空间已满，这个对话没有保存。请导出或删除一些。",
+    "you": "你",
+    "bot": "助手",
+    "send": "发送",
+    "stop": "停止",
+    "menu": "对话与设置",
+}
+
+# Which words a browser gets, by the languages that Gradio knows.
+BROWSER = {"en": EN, "zh-CN": ZH, "zh-TW": ZH}
+
+# What the presets of the settings panel put into the system prompt.
+PRESETS = {
+    "assistant": {"en": "You are a helpful assistant.", "zh": "你是一个乐于助人的助手。"},
+    "translator": {
+        "en": "You are a translator. Translate Chinese into English and everything else into Chinese. Give the translation alone.",
+        "zh": "你是一名翻译。把中文译成英文，把其他语言译成中文，只给出译文。",
+    },
+    "coder": {
+        "en": "You are an experienced programmer. Answer with short, working code in a code block and a sentence on how it works.",
+        "zh": "你是一名经验丰富的程序员。用代码块给出简短可用的代码，再用一句话说明原理。",
+    },
+    "teacher": {
+        "en": "You are a patient teacher. Explain step by step in simple words, with an example, and end with a question to check.",
+        "zh": "你是一位耐心的老师。用简单的话一步一步讲解，举一个例子，最后提一个问题检查是否听懂。",
+    },
 }
 
 
@@ -73,6 +185,11 @@ def _first_language(accept_language: str) -> str:
         if name.strip() and value > weight:
             best, weight = name.strip(), value
     return best
+
+
+def plain(table: dict) -> dict[str, str]:
+    """The words of a language that need no choice between one and many: for the browser."""
+    return {key: text for key, text in table.items() if isinstance(text, str)}
 
 
 class Words:

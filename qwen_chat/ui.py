@@ -6,8 +6,10 @@ The chat lives in the browser. What starts an answer puts the question into the 
 
 import asyncio
 import html
+import json
 import logging
 import os
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -18,12 +20,16 @@ import gradio as gr  # noqa: E402
 from gradio.utils import cancel_tasks  # noqa: E402
 
 from . import __version__, texts  # noqa: E402
+from .config import ConfigError  # noqa: E402
+from .panel import Panel  # noqa: E402
 
 log = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
-UPDATE_SECONDS = 0.05  # between two updates of a growing answer
-LONG_CHAT = 40  # messages; beyond them the updates cost twice as much, and come half as often
+SCRIPTS = ("page.js", "keep.js")
+UPDATE_SECONDS = 0.05  # between two updates of a growing answer, at first
+SETTLED_SECONDS = 1.5  # then half as many do: each costs the browser 10 to 20 ms, maybe on the cores that compute
+LONG_CHAT = 40  # messages; beyond them the updates cost twice as much
 STATUS_SECONDS = 0.25  # between two looks at what an answer waits for
 IDLE_SECONDS = 0.02  # between two looks into Gradio's queue; its own 0.001 keeps a core busy
 MANY = 200  # more open pages than one machine serves: the engine's queue is the one that counts
@@ -38,14 +44,16 @@ LATEX = [
 ]
 
 
-def answer(text: str, figures: str = "") -> dict:
-    """A message of the assistant; `figures` are shown under it and are not part of it."""
-    return _message("assistant", text, {"log": figures})
+def answer(text: str, figures: str = "", more: str = "") -> dict:
+    """A message of the assistant; `figures` are shown under it and are not part of it, and so is a button
+    named `more`, with which it goes on."""
+    message = _message("assistant", text, {"log": figures})
+    return {**message, "options": [{"label": more, "value": "continue"}]} if more else message
 
 
 def status(text: str) -> dict:
     """What is shown until there is an answer. It goes away by itself."""
-    return _message("assistant", text, {"id": "status"})
+    return _message("assistant", f'<span class="status">{html.escape(text)}</span>', {"id": "status"})
 
 
 def notice(text: str) -> dict:
@@ -62,7 +70,7 @@ def turns(chat: list[dict]) -> list[dict]:
     """What of the chat the model is to read: roles and plain texts, without statuses, notices and what those refused."""
     read = []
     for message in chat:
-        kind = (message.get("metadata") or {}).get("id")
+        kind = _kind(message)
         if kind == "notice" and read and read[-1]["role"] == "user":
             read.pop()
         if kind not in ("status", "notice"):
@@ -86,6 +94,7 @@ async def pieces(reply, history: list[dict]) -> AsyncIterator[str]:
     """The text of a reply as it comes, in few enough pieces for a browser; "" now and then while there is none yet."""
     pause = UPDATE_SECONDS * (2 if len(history) > LONG_CHAT else 1)
     source = aiter(reply)
+    begun = asyncio.get_running_loop().time()
     first = asyncio.ensure_future(anext(source, ""))
     try:
         while not (await asyncio.wait({first}, timeout=STATUS_SECONDS))[0]:
@@ -95,17 +104,20 @@ async def pieces(reply, history: list[dict]) -> AsyncIterator[str]:
         first.cancel()
     async for text in source:
         yield text
-        await asyncio.sleep(pause)
+        settled = asyncio.get_running_loop().time() - begun > SETTLED_SECONDS
+        await asyncio.sleep(pause * (2 if settled else 1))
 
 
 class ChatPage(gr.ChatInterface):
-    """The page around `respond(message, history, request)`, an async generator of the answer so far."""
+    """The page around `respond(message, history, settings, request, begun)`, an async generator of the answer so far."""
 
     def __init__(self, respond: Callable, typed: Callable, engine, config):
         self.engine = engine
         self.settings = config
         self.typed = typed if config.chat.type_ahead else None
         self._answering: set[str] = set()  # sessions; one answer at a time for each
+        self.word = gr.I18n(**{name: texts.plain(table) for name, table in texts.BROWSER.items()})
+        self.panel = Panel(config, self.word)
         super().__init__(
             respond,
             title="Qwen Chat · 极速对话",
@@ -119,8 +131,9 @@ class ChatPage(gr.ChatInterface):
                 buttons=["copy", "copy_all"],
                 latex_delimiters=LATEX,
                 group_consecutive_messages=False,
+                placeholder=self.word("hello"),
             ),
-            textbox=gr.Textbox(elem_id="box", show_label=False, scale=7, max_lines=12, autofocus=True, submit_btn=True, stop_btn=True),
+            textbox=gr.Textbox(elem_id="box", label=self.word("placeholder"), placeholder=self.word("placeholder"), show_label=False, scale=7, max_lines=12, autofocus=True, submit_btn=True, stop_btn=True),
             examples=list(config.chat.examples),
             cache_examples=False,
             concurrency_limit=None,
@@ -142,7 +155,8 @@ class ChatPage(gr.ChatInterface):
             auth=[(login.user, login.password.get_secret_value()) for login in server.auth] or None,
             theme=_theme(),
             css=(HERE / "page.css").read_text(encoding="utf-8"),
-            head=f"<script>{(HERE / 'page.js').read_text(encoding='utf-8')}</script>",
+            head=self._scripts(),
+            i18n=self.word,
             footer_links=[],
             run_history=False,
             enable_monitoring=False,
@@ -156,47 +170,76 @@ class ChatPage(gr.ChatInterface):
         """The words in the language of the one who asks."""
         return texts.preferred(self.settings.server.language, request.headers.get("accept-language"))
 
+    def _scripts(self) -> str:
+        """What the page does by itself, and the words and settings it needs for that."""
+        given = {
+            "words": {name: texts.plain(table) for name, table in (("en", texts.EN), ("zh", texts.ZH))},
+            "presets": texts.PRESETS,
+            "language": self.settings.server.language,
+            "settings": list(self.panel.defaults.values()),
+        }
+        data = json.dumps(given, ensure_ascii=False).replace("<", "\\u003c")
+        scripts = "\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)
+        return f"<script>const CHAT = {data};\n{scripts}</script>"
+
     # Layout
 
     def _render_header(self):
+        with gr.Sidebar(open=False, width=300, elem_id="side"):
+            gr.HTML('<div id="kept"></div>')
+            self.panel.render()
         gr.Markdown(f"# {self.title}", elem_id="title")
         self.banner = gr.HTML(elem_id="banner")
+
+    def _render_chatbot_area(self, *parts):
+        with gr.Tabs(elem_id="tabs", overflow_behavior="wrap"):
+            with gr.Tab(self.word("chat_tab"), elem_id="chat-tab", scale=1, render_children=True) as self.chat_tab:
+                super()._render_chatbot_area(*parts)
+            with gr.Tab(self.word("view_tab"), elem_id="view-tab") as self.view_tab:
+                self.view = gr.HTML(elem_id="view")
 
     def _render_footer(self):
         self.about = gr.HTML(elem_id="about")
         self.typing = gr.Button(elem_id="typed", visible="hidden")
+        self.turning = gr.Button(elem_id="turn", visible="hidden")
 
     # Events
 
     def _setup_events(self):
         chat, box = self.chatbot, self.textbox
-        begin = {"fn": None, "outputs": [box], "js": "chatPage.begin"}
-        asked = {"fn": self._answer, "inputs": [chat]}
+        asked = {"fn": self._answer, "inputs": [chat, *self.panel.inputs], **self._streamed(chat)}
         answers = [
-            box.submit(None, [box, chat], [box, chat], js="chatPage.send").then(**asked, **self._streamed(chat)),
-            chat.retry(None, [chat], [box, chat], js="chatPage.retry").then(**asked, **self._streamed(chat)),
+            box.submit(None, [box, chat], [box, chat], js="chatPage.send").then(**asked),
+            chat.retry(None, [chat], [box, chat], js="chatPage.retry").then(**asked),
+            self._put(chat.example_select, self._example).then(**asked),
+            self._put(chat.edit, self._edited).then(**asked),
+            self._put(chat.option_select, self._as_it_is).then(**{**asked, "fn": self._go_on}),
         ]
-        chat.example_select(**begin)
-        answers.append(chat.example_select(self._answer_example, None, **self._streamed(chat)))
-        chat.edit(**begin)
-        answers.append(chat.edit(self._answer_edited, [chat], **self._streamed(chat)))
         for event in answers:
             for done in (event.then, event.failure):
                 done(None, [chat], [box, chat], js="chatPage.end")
         chat.undo(None, [box, chat], [box, chat], js="chatPage.undo")
         box.stop(None, cancels=answers, api_visibility="private")
-        chat.clear(None, js="chatPage.clear", api_visibility="private")
-        chat.clear(None, cancels=answers, api_visibility="private")
-        chat.change(None, [chat], None, js="chatPage.changed")
+        for other in (chat.clear, self.turning.click):  # an empty chat, or another one, takes the place of this
+            other(None, [chat], [box, chat], js="chatPage.turn")
+            other(None, cancels=answers, api_visibility="private")
+        self.panel.wire(self)
 
-        announced = self.load(self._announce, None, [self.banner, self.about, box, chat], **self._quiet())
+        announced = self.load(self._announce, None, [self.banner, self.about], **self._quiet())
+        self.load(None, None, [box, chat], js="chatPage.restore")
         if self.typed:
-            self.typing.click(self._typed, [box, chat], None, queue=False, trigger_mode="always_last", **self._quiet())
+            self.typing.click(self._typed, [box, chat, *self.panel.inputs], None, queue=False, trigger_mode="always_last", **self._quiet())
         self._of_a_page = [event["id"] for event in (*answers, announced, self._setup_api())]
         self.unload(self._leave)
 
+    def _put(self, event: Callable, fn: Callable):
+        """For what the browser cannot put into the chat by itself: `fn` returns the chat that is to be answered."""
+        event(None, None, [self.textbox], js="chatPage.begin")
+        put = event(fn, [self.chatbot], [self.chatbot], queue=False, **self._quiet())
+        return put.then(None, [self.chatbot], None, js="chatPage.drawn")
+
     def _streamed(self, chat) -> dict:
-        return {"outputs": [chat], "concurrency_limit": None, "show_progress": "minimal", "api_visibility": "private"}
+        return {"outputs": [chat], "concurrency_limit": None, "show_progress": "hidden", "api_visibility": "private"}
 
     def _quiet(self) -> dict:
         return {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
@@ -204,68 +247,83 @@ class ChatPage(gr.ChatInterface):
     def _setup_api(self):
         """The endpoint /chat for gradio_client: it keeps a chat of its own for each session."""
         return self.fake_api_btn.click(
-            self._api_wrapper(self.fn, self._answer_client),
-            [self.textbox, self.chatbot_state],
+            self._api_wrapper(_parameters, self._answer_client),
+            [self.textbox, self.chatbot_state, *self.panel.inputs],
             [self.api_response, self.chatbot_state],
             api_name=self.api_name,
             concurrency_limit=None,
             postprocess=False,
         )
 
-    async def _answer(self, chat: list[dict], request: gr.Request):
+    async def _answer(self, request: gr.Request, chat: list[dict], *values):
         """Answers the last message of the chat, and yields the chat as it grows."""
+        async with aclosing(self._growing(request, chat, values)) as chats:
+            async for grown in chats:
+                yield grown
+
+    async def _go_on(self, request: gr.Request, chat: list[dict], *values):
+        """Goes on with an answer that was cut off."""
+        async with aclosing(self._growing(request, chat[:-1], values, _text(chat[-1]))) as chats:
+            async for grown in chats:
+                yield grown
+
+    async def _growing(self, request: gr.Request, chat: list[dict], values: tuple, begun: str = ""):
         session = request.session_hash
         if not chat or chat[-1]["role"] != "user" or session in self._answering:
             yield gr.skip()
             return
         self._answering.add(session)
         try:
-            async with aclosing(self.fn(_text(chat[-1]), turns(chat[:-1]), request)) as replies:
-                async for reply in replies:
-                    yield chat + _messages(reply)
+            async with aclosing(self._replies(_text(chat[-1]), chat[:-1], values, request, begun)) as replies:
+                async for messages in replies:
+                    yield chat + messages
         finally:
             self._answering.discard(session)
 
-    async def _answer_example(self, example: gr.SelectData, request: gr.Request):
-        chat = [_message("user", example.value["text"])]
-        yield chat
-        async with aclosing(self._answer(chat, request)) as chats:
-            async for chat in chats:
-                yield chat
-
-    async def _answer_edited(self, chat: list[dict], edit: gr.EditData, request: gr.Request):
-        chat = chat[: edit.index] + [_message("user", edit.value)]
-        yield chat
-        async with aclosing(self._answer(chat, request)) as chats:
-            async for chat in chats:
-                yield chat
-
-    async def _answer_client(self, message: str, chat: list[dict], request: gr.Request):
-        chat = [*chat, _message("user", message)]
-        async with aclosing(self.fn(message, turns(chat[:-1]), request)) as replies:
+    async def _replies(self, message: str, chat: list[dict], values: tuple, request: gr.Request, begun: str = ""):
+        """What `respond` yields, as messages."""
+        try:
+            settings = self.panel.config(values)
+        except ConfigError as error:
+            yield [notice(self.words(request)("setting", faults="; ".join(error.faults)))]
+            return
+        async with aclosing(self.fn(message, turns(chat), settings, request, begun)) as replies:
             async for reply in replies:
                 messages = _messages(reply)
-                yield "\n\n".join(map(_text, messages)), chat + messages
+                yield [answer(begun), *messages] if begun and _kind(messages[0]) else messages
+
+    def _example(self, example: gr.SelectData, chat: list[dict]):
+        return [_message("user", example.value["text"])]
+
+    def _edited(self, edit: gr.EditData, chat: list[dict]):
+        return chat[: edit.index] + [_message("user", edit.value)]
+
+    def _as_it_is(self, chat: list[dict]):
+        return chat
+
+    async def _answer_client(self, message: str, chat: list[dict], *rest):
+        *values, request = rest
+        chat = [*chat, _message("user", message)]
+        async with aclosing(self._replies(message, chat[:-1], tuple(values), request)) as replies:
+            async for messages in replies:
+                yield "\n\n".join(map(_plain, messages)), chat + messages
 
     async def _announce(self, request: gr.Request):
-        """Fills in the page's words, and says above the chat what the model is doing until it is ready."""
+        """Says above the chat what the model is doing until it is ready, and below it what it is."""
         words, engine = self.words(request), self.engine
-        message = words("placeholder")
-        labels = gr.update(label=message, placeholder=message), gr.update(placeholder=words("hello"))
         async for state in settling(engine):
-            yield _banner("loading", words.state(state), state.fraction), "", *labels
-            labels = gr.skip(), gr.skip()
+            yield _banner("loading", words.state(state), state.fraction), ""
         if engine.state.phase != "ready":
-            yield _banner("failed", str(engine.error or words("closed"))), "", *labels
+            yield _banner("failed", str(engine.error or words("closed"))), ""
             return
         name, reason = engine.info.name, engine.info.fallback
         banner = _banner("fallback", words("fallback", model=name, reason=reason)) if reason else ""
-        yield banner, html.escape(words("about", model=name, version=__version__)), *labels
+        yield banner, html.escape(words("about", model=name, version=__version__))
 
-    def _typed(self, text: str, chat: list[dict], request: gr.Request):
+    def _typed(self, request: gr.Request, text: str, chat: list[dict], *values):
         """What is being typed may be computed ahead; it is not logged, not kept and not waited for."""
         try:
-            self.typed(text, turns(chat), request)
+            self.typed(text, turns(chat), self.panel.config(values), request)
         except Exception:
             log.debug("nothing was computed ahead")
 
@@ -273,6 +331,24 @@ class ChatPage(gr.ChatInterface):
         """A closed page stops its answer, and what was computed ahead for it."""
         self.engine.forget(request.session_hash)
         await cancel_tasks({f"{request.session_hash}_{event}" for event in self._of_a_page})
+
+
+def _parameters(
+    message: str, history: list, system_prompt: str, temperature: float, top_p: float, repeat_penalty: float,
+    max_tokens: int, max_turns: int, seed: int, request: gr.Request,
+):
+    """The parameters of /chat, under the names of preferences.KEYS."""
+
+
+def _kind(message: dict) -> str | None:
+    """"status" or "notice"; None for a question or an answer."""
+    return (message.get("metadata") or {}).get("id")
+
+
+def _plain(message: dict) -> str:
+    """A message's text, for programs."""
+    text = _text(message)
+    return html.unescape(re.sub("<[^>]*>", "", text)) if _kind(message) == "status" else text
 
 
 def _messages(reply: str | dict | list) -> list[dict]:

@@ -1,9 +1,10 @@
-"""What the tests share: a small real model, and engines on it."""
+"""What the tests share: a small real model, engines on it, the program and a browser on its page."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from browser import CHROMIUM, Page, Program
 
 from qwen_chat import weights
 from qwen_chat.config import SMOLLM2, Config, Model
@@ -43,3 +44,42 @@ def make_bot(small_model):
 def bot(make_bot):
     """One engine that many tests use; two answers at once, a window of 512 tokens."""
     return make_bot(runtime={"n_ctx": 512, "parallel": 2, "cache_mb": 64}, generation={"max_tokens": 64})
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine")
+    with playwright.sync_playwright() as library:
+        browser = library.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def program(small_model, tmp_path_factory):
+    """One answer at a time, one more may wait; greedy, so that the same question has the same answer."""
+    program = Program(
+        tmp_path_factory.mktemp("program"),
+        model={"path": str(small_model)},
+        runtime={"n_ctx": 1024, "parallel": 1},
+        generation={"temperature": 0.0, "repeat_penalty": 1.0, "max_tokens": 250},
+        server={"queue_size": 1},
+    )
+    yield program.until_up()
+    program.end()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens the page in a browser of its own: `open_page(program, locale="zh-CN")`. Every tab is closed at the end."""
+    contexts = []
+
+    def open_page(program: Program, locale: str = "en-US", **options) -> Page:
+        contexts.append(browser.new_context(locale=locale, **options))
+        return Page(contexts[-1], program.url)
+
+    yield open_page
+    for context in contexts:
+        context.close()

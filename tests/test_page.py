@@ -1,183 +1,17 @@
-"""The page in a real browser, served by the real program with a small real model.
+"""The page in a real browser, served by the real program with a small real model."""
 
-Times here only bound how long a hang may last; nothing depends on how fast the machine is.
-"""
-
-import http.client
-import json
 import os
 import re
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import textwrap
-import time
-from pathlib import Path
 
 import pytest
-import yaml
+from browser import PATIENCE, ROOT, STORY, Program, until
 
 from qwen_chat.config import SMOLLM2
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
-
-ROOT = Path(__file__).resolve().parent.parent
-PATIENCE = 240  # seconds until something counts as hanging
-STORY = "Tell me a very long story about a cat and a dog."  # greedily answered, it does not end by itself
-
-
-class Program:
-    """`python app.py` with a config of its own; `patch` is code that runs between importing it and starting it."""
-
-    def __init__(self, folder: Path, patch: str = "", **sections):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        sections["server"] = {"host": "127.0.0.1", "port": self.port, **sections.get("server", {})}
-        config, self.log_file = folder / "config.yaml", folder / "log"
-        config.write_text(yaml.safe_dump(sections, allow_unicode=True), encoding="utf-8")
-        code = ["-c", f"import sys, app\n{textwrap.dedent(patch)}\nsys.exit(app.main())"] if patch else ["app.py"]
-        environ = {**os.environ, "CONFIG": str(config), "PYTHONPATH": str(ROOT)}
-        environ.pop("PORT", None)
-        with self.log_file.open("wb") as log:
-            self.process = subprocess.Popen([sys.executable, *code], cwd=ROOT, env=environ, stdout=log, stderr=subprocess.STDOUT)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/"
-
-    @property
-    def log(self) -> str:
-        return self.log_file.read_text(encoding="utf-8")
-
-    @property
-    def answers(self) -> list[dict]:
-        """The figures of each answer so far, from the log."""
-        pattern = r"answer: (\d+) prompt tokens \((\d+) cached\), (\d+) answer tokens, .*, (\w+)$"
-        names = ("prompt", "cached", "answer", "reason")
-        return [dict(zip(names, (*map(int, found[:3]), found[3]))) for found in re.findall(pattern, self.log, re.M)]
-
-    def health(self) -> tuple[int, dict] | None:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
-        try:
-            connection.request("GET", "/health")
-            response = connection.getresponse()
-            return response.status, json.loads(response.read())
-        except ConnectionError:
-            return None
-        finally:
-            connection.close()
-
-    def until_up(self, status: int = 200) -> "Program":
-        until(lambda: self.process.poll() is not None or (self.health() or (0,))[0] == status)
-        assert self.process.poll() is None, self.log
-        return self
-
-    def end(self, number: int = signal.SIGTERM) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-        return self.process.wait(PATIENCE)
-
-
-def until(condition):
-    """Waits for `condition` and returns its value."""
-    end = time.monotonic() + PATIENCE
-    while not (value := condition()):
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.05)
-    return value
-
-
-class Page:
-    """A tab on the page, and what a person does there."""
-
-    def __init__(self, context, url: str):
-        self.tab = context.new_page()
-        self.tab.set_default_timeout(PATIENCE * 1000)
-        self.hosts, self.requests, self.errors = set(), [], []
-        self.tab.on("request", lambda request: self._requested(request))
-        self.tab.on("pageerror", lambda error: self.errors.append(error))
-        self.tab.goto(url)
-        self.box = self.tab.get_by_test_id("textbox")
-        self.stop_button = self.tab.get_by_test_id("stop-button")
-        self.bots = self.tab.get_by_test_id("bot")
-        self.users = self.tab.get_by_test_id("user")
-        self.box.wait_for()
-        self.tab.wait_for_function("document.querySelector('[data-testid=textbox]').placeholder")
-
-    def _requested(self, request):
-        self.requests.append(request)
-        if request.url.startswith(("http", "ws")):
-            self.hosts.add(request.url.split("/")[2])
-
-    def send(self, text: str):
-        self.box.fill(text)
-        self.box.press("Enter")
-
-    def finish(self):
-        """Waits for the end of the answer that was just asked for."""
-        self.stop_button.wait_for()
-        self.stop_button.wait_for(state="detached")
-
-    def ask(self, text: str) -> str:
-        self.send(text)
-        self.finish()
-        return self.answer
-
-    @property
-    def answer(self) -> str:
-        return self.bots.last.inner_text()
-
-    def growing(self):
-        """Waits until an answer is seen to grow."""
-        start = until(lambda: self.bots.count() and self.answer.strip())
-        until(lambda: len(self.answer) > len(start))
-
-    def figures(self) -> str:
-        return until(lambda: self.tab.locator("#chat .message-buttons-left").last.get_attribute("data-figures"))
-
-    def button(self, name: str):
-        return self.tab.locator("#chat").get_by_role("button", name=name, exact=True).last
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as library:
-        browser = library.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="module")
-def program(small_model, tmp_path_factory):
-    """One answer at a time, one more may wait; greedy, so that the same question has the same answer."""
-    program = Program(
-        tmp_path_factory.mktemp("program"),
-        model={"path": str(small_model)},
-        runtime={"n_ctx": 1024, "parallel": 1},
-        generation={"temperature": 0.0, "repeat_penalty": 1.0, "max_tokens": 250},
-        server={"queue_size": 1},
-    )
-    yield program.until_up()
-    program.end()
-
-
-@pytest.fixture
-def open_page(browser):
-    """Opens the page in a browser of its own: `open_page(program, locale="zh-CN")`. Every tab is closed at the end."""
-    contexts = []
-
-    def open_page(program: Program, locale: str = "en-US", **options) -> Page:
-        contexts.append(browser.new_context(locale=locale, **options))
-        return Page(contexts[-1], program.url)
-
-    yield open_page
-    for context in contexts:
-        context.close()
 
 
 @pytest.fixture
@@ -227,8 +61,7 @@ def test_the_second_turn_reuses_the_first(page, program):
 def test_stop_keeps_what_was_written_and_frees_the_box(page, program):
     page.send(STORY)
     page.growing()
-    page.stop_button.click()
-    page.stop_button.wait_for(state="detached")
+    page.stop()
     stopped = page.answer
     until(lambda: program.answers[-1]["reason"] == "cancelled")
     assert stopped
@@ -242,8 +75,7 @@ def test_the_box_can_be_typed_in_while_an_answer_grows(page):
     page.growing()
     page.send("Not yet")  # Enter is ignored, the text stays
     assert page.box.input_value() == "Not yet"
-    page.stop_button.click()
-    page.stop_button.wait_for(state="detached")
+    page.stop()
     assert page.box.input_value() == "Not yet" and page.users.count() == 1
     page.box.press("Enter")
     page.finish()
@@ -261,12 +93,9 @@ def test_retry_answers_the_same_question_again(page):
 def test_a_retried_answer_can_be_stopped(page):
     page.send(STORY)
     page.growing()
-    page.stop_button.click()
-    page.stop_button.wait_for(state="detached")
+    page.stop()
     page.button("Retry").click()
-    page.stop_button.wait_for()
-    page.stop_button.click()
-    page.stop_button.wait_for(state="detached")
+    page.stop()
     assert page.users.all_inner_texts() == [STORY]
 
 
@@ -287,8 +116,7 @@ def test_an_edited_question_can_be_stopped(page):
     page.tab.locator(".edit-textarea").fill(STORY)
     page.tab.get_by_role("button", name="Submit").first.click()
     page.growing()
-    page.stop_button.click()
-    page.stop_button.wait_for(state="detached")
+    page.stop()
     assert page.users.all_inner_texts() == [STORY]
 
 
@@ -305,7 +133,7 @@ def test_clear_stops_the_answer(page, program):
     page.growing()
     page.button("Clear").click()
     until(lambda: program.answers[-1]["reason"] == "cancelled")
-    page.stop_button.wait_for(state="detached")
+    page.idle()
     until(lambda: page.users.count() == page.bots.count() == 0)
     page.ask("Hello")
     assert page.users.count() == page.bots.count() == 1
@@ -353,7 +181,7 @@ def test_who_comes_third_waits_in_line_or_is_told_that_all_are_busy(open_page, p
     third.send("Hello")
     third.finish()
     assert third.answer.startswith("Too many people are waiting")
-    first.stop_button.click()
+    first.stop()
     second.finish()
     assert "Waiting" not in second.answer and second.bots.count() == 1
     third.button("Retry").click()
@@ -367,11 +195,9 @@ def test_stop_while_waiting_leaves_the_line(open_page, program):
     first.growing()
     second.send("Hello")
     until(lambda: second.bots.count() and second.answer == "Waiting: 1 in line")
-    second.stop_button.click()
-    second.stop_button.wait_for(state="detached")
+    second.stop()
     assert second.bots.count() == 0 and second.users.count() == 1
-    first.stop_button.click()
-    first.stop_button.wait_for(state="detached")
+    first.stop()
     second.box.press("Enter")  # the unanswered question is asked again
     second.finish()
     assert second.users.count() == second.bots.count() == 1

@@ -1,0 +1,233 @@
+// Conversations are kept in this browser's localStorage, and nowhere else.
+// Each is {id, title, named, at, messages}; a message is {role, text, kind, figures, more}.
+(() => {
+  const STORE = "qwen-chat.conversations"; // of this browser
+  const OPEN = "qwen-chat.open"; // of this tab: the conversation it shows
+  const FORMAT = "qwen-chat conversations 1"; // of an exported file
+  const TITLE = 60; // characters
+  const word = (name, values = {}) => CHAT.word[name].replace(/\{(\w+)\}/g, (_, key) => values[key]);
+
+  // The store. Every tab writes to it, so it is read anew each time.
+  const all = () => {
+    try {
+      const kept = JSON.parse(localStorage.getItem(STORE) ?? "[]");
+      return Array.isArray(kept) ? kept : [];
+    } catch {
+      return [];
+    }
+  };
+  const write = (kept) => {
+    try {
+      localStorage.setItem(STORE, JSON.stringify(kept.sort((a, b) => b.at - a.at)));
+      say("");
+    } catch {
+      say(word("store_full"));
+    }
+    list();
+  };
+  const change = (id, edit) => write(all().map((each) => (each.id === id ? { ...each, ...edit } : each)));
+
+  // A conversation as Gradio has it, and as it is kept.
+  const kept = ({ role, content, metadata, options }) => ({
+    role,
+    text: content.map((part) => part.text ?? "").join(""),
+    ...(metadata?.id && { kind: metadata.id }),
+    ...(metadata?.log && { figures: metadata.log }),
+    ...(options?.length && { more: true }),
+  });
+  const shown = ({ role, text, kind, figures, more }) => ({
+    role,
+    content: [{ type: "text", text }],
+    metadata: role === "user" ? null : { id: kind ?? null, log: figures ?? null, title: null },
+    options: more ? [{ label: word("continue"), value: "continue" }] : null,
+  });
+  const titleOf = (messages) => {
+    const text = messages.find(({ role }) => role === "user")?.text.trim().replace(/\s+/g, " ") ?? "";
+    return text.length > TITLE ? `${text.slice(0, TITLE)}…` : text;
+  };
+
+  let id = sessionStorage.getItem(OPEN);
+  let wanted = null; // what the next turn opens
+  const turnTo = (next) => {
+    wanted = next;
+    document.querySelector("#turn").click();
+  };
+  const opened = (next) => {
+    id = next;
+    if (id) sessionStorage.setItem(OPEN, id);
+    else sessionStorage.removeItem(OPEN);
+    const found = all().find((each) => each.id === id);
+    list();
+    return found ? found.messages.map(shown) : [];
+  };
+
+  window.keptChats = {
+    save(chat) {
+      if (!chat.length) return;
+      const messages = chat.map(kept);
+      const others = all();
+      const before = others.find((each) => each.id === id);
+      if (before && JSON.stringify(before.messages) === JSON.stringify(messages)) return;
+      id ??= crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
+      sessionStorage.setItem(OPEN, id);
+      const title = before?.named ? before.title : titleOf(messages);
+      write([...others.filter((each) => each.id !== id), { ...before, id, title, at: Date.now(), messages }]);
+    },
+    // The chat that takes the place of this one: the one that was chosen, else an empty one.
+    next() {
+      const next = wanted;
+      wanted = null;
+      return opened(next);
+    },
+    reopened: () => opened(id),
+  };
+
+  // The list
+  const element = (name, options = {}, ...children) => {
+    const made = Object.assign(document.createElement(name), options);
+    made.append(...children);
+    return made;
+  };
+  const button = (name, text, onclick) => element("button", { type: "button", className: name, textContent: text, onclick });
+  const icon = (name, picture, label, onclick) => Object.assign(button(name, picture, onclick), { title: label, ariaLabel: label });
+
+  const row = (each) => {
+    const title = each.title || word("untitled");
+    const open = button("open", title, () => each.id !== id && turnTo(each.id));
+    open.title = `${title}\n${new Date(each.at).toLocaleString(CHAT.word.lang)}`;
+    const item = element("li", { className: each.id === id ? "current" : "" }, open);
+    item.append(icon("rename", "✎", word("rename"), () => rename(item, each)), icon("delete", "✕", word("delete"), () => remove(item, each)));
+    return item;
+  };
+  const rename = (item, each) => {
+    const field = element("input", { value: each.title, ariaLabel: word("rename"), maxLength: 200 });
+    let done = false;
+    const end = (keep) => {
+      if (done) return;
+      done = true;
+      const title = field.value.trim();
+      if (keep && title) change(each.id, { title, named: true });
+      else list();
+    };
+    field.onblur = () => end(true);
+    field.onkeydown = (event) => {
+      event.stopPropagation();
+      if (event.key === "Enter" && !event.isComposing) end(true);
+      if (event.key === "Escape") end(false);
+    };
+    item.replaceChildren(field);
+    field.focus();
+  };
+  const remove = (item, each) => {
+    const yes = button("yes", word("yes"), () => {
+      write(all().filter(({ id }) => id !== each.id));
+      if (each.id === id) {
+        id = null; // or the turn would keep it again
+        turnTo(null);
+      }
+    });
+    item.replaceChildren(element("span", { textContent: word("sure") }), yes, button("no", word("no"), list));
+    yes.focus();
+  };
+
+  // Files
+  const save = (name, type, text) => {
+    const link = element("a", { download: name, href: URL.createObjectURL(new Blob([text], { type })) });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 60000);
+  };
+  const MARK = /^<!-- qwen-chat (user|assistant|notice) -->$/;
+  const asMarkdown = ({ title, messages }) => {
+    const body = messages.map(({ role, kind, text }) => {
+      const lines = text.split("\n").map((line) => (/^\\*<!-- qwen-chat /.test(line) ? `\\${line}` : line));
+      return `<!-- qwen-chat ${kind ?? role} -->\n**${word(role === "user" ? "you" : "bot")}**\n\n${lines.join("\n")}\n`;
+    });
+    return `# ${title || word("untitled")}\n\n${body.join("\n")}`;
+  };
+  const fromMarkdown = (text) => {
+    const [first, ...lines] = text.replace(/\r\n/g, "\n").split("\n");
+    const messages = [];
+    for (const line of lines) {
+      const mark = line.match(MARK);
+      if (mark) messages.push({ kind: mark[1], lines: [] });
+      else messages.at(-1)?.lines.push(line.replace(/^\\(\\*<!-- qwen-chat )/, "$1"));
+    }
+    if (!messages.length) throw new Error("no messages");
+    const title = first.replace(/^# /, "");
+    return [{ title, messages: messages.map(({ kind, lines }) => ({
+      role: kind === "user" ? "user" : "assistant",
+      ...(kind === "notice" && { kind }),
+      text: lines.slice(2, -1).join("\n").replace(/\n$/, ""),
+    })) }];
+  };
+  const isText = (value) => typeof value === "string";
+  const isMessage = (each) => ["user", "assistant"].includes(each?.role) && isText(each.text);
+  const fromJson = (text) => {
+    const { format, conversations } = JSON.parse(text);
+    if (format !== FORMAT || !conversations.every(({ messages }) => messages.length && messages.every(isMessage))) throw new Error("not ours");
+    return conversations;
+  };
+  const clean = ({ role, text, kind, figures, more }) => ({
+    role,
+    text,
+    ...(kind === "notice" && { kind }),
+    ...(isText(figures) && { figures }),
+    ...(more === true && { more }),
+  });
+  const bring = async (file) => {
+    let found;
+    try {
+      const text = await file.text();
+      found = file.name.toLowerCase().endsWith(".json") ? fromJson(text) : fromMarkdown(text);
+    } catch {
+      return say(word("not_ours", { name: file.name }));
+    }
+    const taken = found.map(({ title, named, at, messages }, i) => ({
+      id: `${Date.now()}-${Math.random()}`,
+      title: isText(title) ? title.slice(0, 200) : titleOf(messages),
+      named: Boolean(named),
+      at: Number.isFinite(at) ? at : Date.now() - i,
+      messages: messages.map(clean),
+    }));
+    write([...taken, ...all()]);
+    if (all().length) say(word("imported", { count: taken.length }));
+  };
+
+  // Drawing
+  const say = (text) => {
+    const line = document.querySelector("#kept .say");
+    if (line) line.textContent = text;
+  };
+  const list = () => document.querySelector("#kept ul")?.replaceChildren(...rows());
+  const rows = () => {
+    const found = all().map(row);
+    return found.length ? found : [element("li", { className: "none", textContent: word("none_kept") })];
+  };
+  const build = (place) => {
+    const file = element("input", { type: "file", accept: ".json,.md", hidden: true });
+    file.onchange = () => {
+      if (file.files.length) bring(file.files[0]);
+      file.value = "";
+    };
+    const current = () => all().find((each) => each.id === id);
+    place.append(
+      button("new", `＋ ${word("new_chat")}`, () => turnTo(null)),
+      element("h2", { textContent: word("kept") }),
+      element("p", { className: "where", textContent: word("kept_where") }),
+      element("ul"),
+      element("p", { className: "say", role: "status" }),
+      element("div", { className: "files" },
+        button("md", word("export_md"), () => current() && save("conversation.md", "text/markdown", asMarkdown(current()))),
+        button("json", word("export_json"), () => save("conversations.json", "application/json", JSON.stringify({ format: FORMAT, conversations: all() }, null, 1))),
+        button("import", word("import"), () => file.click()), file),
+    );
+    list();
+  };
+  const waiting = new MutationObserver(() => {
+    const place = document.querySelector("#kept");
+    if (!place || place.childElementCount) return;
+    build(place);
+  });
+  waiting.observe(document, { childList: true, subtree: true });
+  window.addEventListener("storage", ({ key }) => key === STORE && list());
+})();
