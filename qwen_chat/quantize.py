@@ -32,7 +32,7 @@ CPU_BASE = "IQ4_NL"
 EMBEDDING = r"^token_embd\.weight"
 CPU_MIX = {
     EMBEDDING: "Q8_0",
-    r"attn_(k|v|output)\.weight": "Q8_0",
+    r"\.attn_.*weight": "Q8_0",
 }
 
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}  # as llama.cpp's own tool has them
