@@ -11,7 +11,7 @@ import llama_cpp
 import numpy as np
 
 from .hardware import usable_cores
-from .model import Model, ModelError, _Batch, load_cpu_code
+from .model import Batch, Model, ModelError, load_cpu_code
 
 FTYPES = {
     name.removeprefix("LLAMA_FTYPE_").removeprefix("MOSTLY_").removeprefix("ALL_"): value
@@ -86,7 +86,7 @@ class Scorer(Model):
         if not self._context:
             raise ModelError(f"{path.name}: no context of {WINDOW} tokens could be made")
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self._batch = _Batch(CHUNK, 1)
+        self._batch = Batch(CHUNK, 1)
 
     def score(self, tokens: list[int]) -> Iterator[np.ndarray]:
         """The logits after each token of a text, from its start, in pieces of shape (at most CHUNK, n_vocab), float32.

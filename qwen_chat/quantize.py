@@ -150,14 +150,12 @@ def _part(target: Path):
     part = target.with_name(f"{target.name}.part")
     try:
         part.touch()
-        yield part
     except OSError as error:
         raise QuantizeError(f"{target}: cannot be written ({error.strerror or error})") from None
+    try:
+        yield part
     finally:
-        try:
-            part.unlink(missing_ok=True)
-        except OSError:
-            pass
+        part.unlink(missing_ok=True)
 
 
 def importance(file: Path, runtime, calibration: Path) -> dict[str, np.ndarray]:
