@@ -12,6 +12,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -42,21 +43,28 @@ def beside_the_page(engine, conversation, config) -> dict:
 
     @asynccontextmanager
     async def lifespan(page: Starlette):
-        page.middleware_stack = _Fork(api, page.middleware_stack)
+        page.middleware_stack = _Fork(api, page.middleware_stack, config.server.language)
         yield
 
     return {"lifespan": lifespan}
 
 
 # A picture in an answer or in pasted text is asked for by its address, which could carry away what was said.
-OWN_MEDIA = b"img-src 'self' data: blob:; media-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; object-src 'none'; frame-src 'none'"
+OWN_MEDIA = "img-src 'self' data: blob:; media-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; object-src 'none'; frame-src 'none'"
+
+
+SPEAKS = "<script>for (const [key, value] of [['language', '{0}'], ['languages', ['{0}']]]) Object.defineProperty(navigator, key, {{value}});</script>"
 
 
 class _Fork:
-    """The API where its paths are asked for, else the page, which may load nothing from other hosts."""
+    """The API where its paths are asked for, else the page, which may load nothing from other hosts.
 
-    def __init__(self, api: ASGIApp, page: ASGIApp):
+    A `language` other than "auto" is made the browser's own on the page, so that Gradio's words follow it too.
+    """
+
+    def __init__(self, api: ASGIApp, page: ASGIApp, language: str = "auto"):
         self.api, self.page = api, page
+        self.first = SPEAKS.format({"zh": "zh-CN"}.get(language, language)).encode() if language != "auto" else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
@@ -64,12 +72,32 @@ class _Fork:
         if ours:
             return await self.api(scope, receive, send)
 
-        async def send_with_policy(message):
+        if self.first and b"text/html" in dict(scope["headers"] if scope["type"] == "http" else []).get(b"accept", b""):
+            scope = {**scope, "headers": [(name, value) for name, value in scope["headers"] if name != b"accept-encoding"]}
+        await self.page(scope, receive, self._changed(send))
+
+    def _changed(self, send: Send) -> Send:
+        """Adds the policy to whatever the page sends, and the language to its HTML."""
+        start = None
+
+        async def changed(message):
+            nonlocal start
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), (b"content-security-policy", OWN_MEDIA)]
+                headers = MutableHeaders(scope=message)
+                headers["content-security-policy"] = OWN_MEDIA
+                if self.first and headers.get("content-type", "").startswith("text/html"):
+                    start = message
+                    return
+            elif start:
+                body = message.get("body", b"").replace(b"<head>", b"<head>" + self.first, 1)
+                headers, start, begin = MutableHeaders(scope=start), None, start
+                if "content-length" in headers:
+                    headers["content-length"] = str(len(body))
+                await send(begin)
+                message = {**message, "body": body}
             await send(message)
 
-        await self.page(scope, receive, send_with_policy)
+        return changed
 
 
 class Api:

@@ -7,6 +7,7 @@ of what people will probably ask next. Nobody else computes, so nothing needs a 
 
 import asyncio
 import logging
+import re
 import threading
 import time
 from collections import deque
@@ -15,7 +16,7 @@ from typing import Callable, Iterable
 
 from .hardware import usable_cores
 from .kvcache import KVCache, Sequence, token_array
-from .model import ABORTED, NO_CELLS, Model
+from .model import ABORTED, NO_CELLS, Model, system_info
 from .sampling import Logprob, Sampler, Sampling
 from .textstream import TextStream
 
@@ -53,7 +54,10 @@ class State:
 
 @dataclass(frozen=True)
 class Info:
-    """The model in use. `fallback` says why it is not the configured one; None where it is."""
+    """The model in use, and what computes it. `fallback` says why it is not the configured one; None where it is.
+
+    `cpu_code` names the build of llama.cpp's code, `cpu_features` the instruction sets and libraries that it uses.
+    """
 
     name: str
     path: str
@@ -64,6 +68,10 @@ class Info:
     n_ctx_train: int
     n_threads: int
     parallel: int
+    file_bytes: int
+    quantization: str
+    cpu_code: str
+    cpu_features: tuple[str, ...]
 
 
 @dataclass
@@ -391,7 +399,8 @@ class Engine:
         self._compute_opening(opening or token_array(model.tokenize("\n")))
         self.info = Info(
             weights.name, str(weights.path), weights.fallback, model.size_bytes, model.n_params,
-            n_ctx, model.n_ctx_train, n_threads, runtime.parallel,
+            n_ctx, model.n_ctx_train, n_threads, runtime.parallel, weights.path.stat().st_size,
+            model.quantization, model.cpu_code, tuple(re.findall(r"(\w+) = 1\b", system_info())),
         )
         log.info("%s is ready after %.1f s: %d threads, n_ctx %d", weights.name, time.perf_counter() - started, n_threads, n_ctx)
         self.state = State("ready", weights.name)

@@ -38,7 +38,7 @@
   const shown = ({ role, text, kind, figures, more }) => ({
     role,
     content: [{ type: "text", text }],
-    metadata: role === "user" ? null : { id: kind ?? null, log: figures ?? null, title: null },
+    metadata: role === "user" ? null : { log: figures ?? "", ...(kind && { id: kind }) },
     options: more ? [{ label: word("continue"), value: "continue" }] : null,
   });
   const titleOf = (messages) => {
@@ -46,16 +46,22 @@
     return text.length > TITLE ? `${text.slice(0, TITLE)}…` : text;
   };
 
-  let id = sessionStorage.getItem(OPEN);
+  let id = sessionStorage.getItem(OPEN) || null;
+  let deleted = false; // the conversation that is still shown was
   let wanted = null; // what the next turn opens
   const turnTo = (next) => {
     wanted = next;
     document.querySelector("#turn").click();
   };
+  const remember = () => {
+    try {
+      sessionStorage.setItem(OPEN, id ?? "");
+    } catch {} // full; what is said of localStorage is enough
+  };
   const opened = (next) => {
     id = next;
-    if (id) sessionStorage.setItem(OPEN, id);
-    else sessionStorage.removeItem(OPEN);
+    deleted = false;
+    remember();
     const found = all().find((each) => each.id === id);
     list();
     return found ? found.messages.map(shown) : [];
@@ -63,13 +69,13 @@
 
   window.keptChats = {
     save(chat) {
-      if (!chat.length) return;
+      if (!chat.length || deleted) return;
       const messages = chat.map(kept);
       const others = all();
       const before = others.find((each) => each.id === id);
       if (before && JSON.stringify(before.messages) === JSON.stringify(messages)) return;
       id ??= crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
-      sessionStorage.setItem(OPEN, id);
+      remember();
       const title = before?.named ? before.title : titleOf(messages);
       write([...others.filter((each) => each.id !== id), { ...before, id, title, at: Date.now(), messages }]);
     },
@@ -122,7 +128,7 @@
     const yes = button("yes", word("yes"), () => {
       write(all().filter(({ id }) => id !== each.id));
       if (each.id === id) {
-        id = null; // or the turn would keep it again
+        deleted = true;
         turnTo(null);
       }
     });

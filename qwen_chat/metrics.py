@@ -1,13 +1,11 @@
 """Figures of the running program in Prometheus' text form."""
 
-import time
-
-import psutil
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from .hardware import memory_limit
 from .kvcache import common_prefix
+from .performance import Usage
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10, 20, 30, 60)
 SPEEDS = (1, 2, 5, 10, 20, 30, 40, 50, 75, 100, 150, 200, 300, 500)
@@ -19,8 +17,7 @@ class Metrics:
 
     def __init__(self, engine):
         self._engine = engine
-        self._process = psutil.Process()
-        self._looked = (time.monotonic(), self._cpu_seconds())
+        self._usage = Usage()
         self._registry = registry = CollectorRegistry()
         self._first = Histogram("qwen_chat_first_token_seconds", "From the request to its first token", buckets=SECONDS, registry=registry)
         self._waited = Histogram("qwen_chat_queue_seconds", "From the request to the start of its computation", buckets=SECONDS, registry=registry)
@@ -56,7 +53,7 @@ class Metrics:
         """What is looked up at each scrape; called by the registry."""
         engine, cache = self._engine, self._engine.cache
         yield CounterMetricFamily("qwen_chat_rejections", "Requests that met a full line", value=engine.rejected)
-        yield CounterMetricFamily("process_cpu_seconds", "Processor time used", value=self._cpu_seconds())
+        yield CounterMetricFamily("process_cpu_seconds", "Processor time used", value=self._usage.cpu_seconds())
         opening = len(cache.opening) if cache else 0
         gauges = {
             "qwen_chat_ready": ("Whether the model answers", int(engine.state.phase == "ready")),
@@ -65,23 +62,14 @@ class Metrics:
             "qwen_chat_kv_cells_used": ("Tokens that the KV cache holds, shared ones once", _cells(cache) if cache else 0),
             "qwen_chat_kv_cells": ("Tokens that the KV cache can hold", engine.n_ctx * engine.runtime.parallel + opening),
             "qwen_chat_parked_bytes": ("Memory of conversations that pause", cache.parked_bytes if cache else 0),
-            "process_resident_memory_bytes": ("Resident memory", self._process.memory_info().rss),
-            "qwen_chat_cpu_percent": ("Processor use since the last look, 100 for one core", self._cpu_percent()),
+            "process_resident_memory_bytes": ("Resident memory", self._usage.memory()),
+            "qwen_chat_cpu_percent": ("Processor use since the last look, 100 for one core", 100 * self._usage.cores()),
         }
         limit = memory_limit()
         if limit:
             gauges["qwen_chat_memory_limit_bytes"] = ("What the container may use", limit)
         for name, (words, value) in gauges.items():
             yield GaugeMetricFamily(name, words, value=value)
-
-    def _cpu_seconds(self) -> float:
-        times = self._process.cpu_times()
-        return times.user + times.system
-
-    def _cpu_percent(self) -> float:
-        then, used = self._looked
-        self._looked = now, seconds = time.monotonic(), self._cpu_seconds()
-        return 100 * (seconds - used) / max(now - then, 1e-9)
 
 
 def _cells(cache) -> int:

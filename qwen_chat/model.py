@@ -49,7 +49,8 @@ class Model:
 
     def __init__(self, path: Path, runtime, progress: Callable[[float], bool] = lambda fraction: True):
         llama_cpp.llama_log_set(_to_logging, ctypes.c_void_p(0))
-        log.info("llama.cpp computes with its %s code", load_cpu_code())
+        self.cpu_code = load_cpu_code()
+        log.info("llama.cpp computes with its %s code", self.cpu_code)
         llama_cpp.llama_backend_init()
         self.path = path
         self._context = self._batch = None
@@ -59,6 +60,7 @@ class Model:
         self.n_ctx_train = llama_cpp.llama_model_n_ctx_train(self._model)
         self.size_bytes = llama_cpp.llama_model_size(self._model)
         self.n_params = llama_cpp.llama_model_n_params(self._model)
+        self.quantization = _quantization(llama_cpp.llama_model_ftype(self._model))
         self.can_cut = not (
             llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model)
         )
@@ -257,6 +259,21 @@ def load_cpu_code() -> str:
     info = Info()
     ctypes.CDLL(None).dladdr(ctypes.c_void_p(find(b"CPU")), ctypes.byref(info))
     return Path(os.fsdecode(info.file or b"")).stem.partition("ggml-cpu-")[2] or "native"
+
+
+def system_info() -> str:
+    """Which instruction sets llama.cpp's code makes use of, in its own words."""
+    return llama_cpp.llama_print_system_info().decode("utf-8", "replace").strip()
+
+
+def _quantization(ftype: int) -> str:
+    """What a file's general.file_type stands for, in the words of file names: 15 -> "Q4_K_M". "" where it is unknown.
+
+    Where the file has none, llama.cpp guesses it from the tensors and adds LLAMA_FTYPE_GUESSED.
+    """
+    ftype &= ~llama_cpp.LLAMA_FTYPE_GUESSED
+    names = (name for name, value in vars(llama_cpp).items() if name.startswith("LLAMA_FTYPE_") and value == ftype)
+    return next(names, "").removeprefix("LLAMA_FTYPE_").removeprefix("MOSTLY_").removeprefix("ALL_")
 
 
 def _load(path: Path, runtime, progress: Callable[[float], bool]):

@@ -8,12 +8,6 @@
   const STOP = { ...SAME, submit_btn: false, stop_btn: true };
   const SEND = { ...SAME, submit_btn: true, stop_btn: false };
 
-  // A language set in config.yaml is the browser's here, so that Gradio's own words follow it too.
-  if (CHAT.language !== "auto") {
-    const code = CHAT.language === "zh" ? "zh-CN" : "en";
-    Object.defineProperty(navigator, "language", { get: () => code });
-    Object.defineProperty(navigator, "languages", { get: () => [code] });
-  }
   const chinese = navigator.language.toLowerCase().startsWith("zh");
   CHAT.word = CHAT.words[chinese ? "zh" : "en"];
   document.documentElement.lang = CHAT.word.lang;
@@ -61,8 +55,12 @@
 
   // Writes the figures of each answer where page.css shows them: beside it, not in it.
   let drawn = [];
+  const NAMED = { "Copy message": "copy", "Copy conversation": "copy_all" }; // Gradio has these in English alone
   const draw = () => {
     asTyped();
+    document.querySelectorAll("#chat button[title]").forEach((button) => {
+      if (NAMED[button.title]) button.ariaLabel = button.title = CHAT.word[NAMED[button.title]];
+    });
     const log = find(LOG)?.firstElementChild;
     if (log) grown.observe(log);
     if (log) rendered.observe(log, { childList: true, subtree: true, characterData: true });
@@ -88,9 +86,27 @@
     return [...values, chat];
   };
   const SETTINGS = "qwen-chat.settings", DRAFT = "qwen-chat.draft"; // of this tab
+  const remember = (name, value) => {
+    try {
+      sessionStorage.setItem(name, value);
+    } catch {} // full: nothing here is worth a broken page
+  };
   const focus = () => {
     if (matchMedia("(hover: hover)").matches) input()?.focus();
   };
+
+  // The performance view is renewed while it can be seen: its tab is chosen, and the page is not in the background.
+  const REFRESH = 1000; // milliseconds
+  let watching = false;
+  let beat;
+  const refresh = () => find("#refresh")?.click();
+  const refreshWhileSeen = () => {
+    clearInterval(beat);
+    if (!watching || document.hidden) return;
+    refresh();
+    beat = setInterval(refresh, REFRESH);
+  };
+  document.addEventListener("visibilitychange", refreshWhileSeen);
 
   window.chatPage = {
     send(text, chat) {
@@ -135,6 +151,16 @@
       show(left);
       return [SEND, left];
     },
+    watch() {
+      watching = true;
+      refreshWhileSeen();
+      return [];
+    },
+    rest() {
+      watching = false;
+      refreshWhileSeen();
+      return [];
+    },
     restore() {
       const [text, chat] = [sessionStorage.getItem(DRAFT) ?? "", window.keptChats.reopened()];
       show(chat);
@@ -145,7 +171,7 @@
       return [CHAT.presets[name][chinese ? "zh" : "en"]];
     },
     keepSettings(...values) {
-      sessionStorage.setItem(SETTINGS, JSON.stringify(values));
+      remember(SETTINGS, JSON.stringify(values));
       return [];
     },
     restoreSettings() {
@@ -165,7 +191,7 @@
   };
   const typed = (event) => {
     if (!event.target.closest?.("#box")) return;
-    sessionStorage.setItem(DRAFT, event.target.value);
+    remember(DRAFT, event.target.value);
     if (!event.isComposing) soon();
   };
   document.addEventListener("input", typed);

@@ -5,7 +5,7 @@ import gradio as gr
 from . import preferences, texts
 from .config import Config
 
-STEPS = {"temperature": 0.05, "top_p": 0.05, "repeat_penalty": 0.05, "max_tokens": 16, "max_turns": 1}
+STEPS = {"temperature": 0.05, "top_p": 0.05, "repeat_penalty": 0.05, "max_tokens": 1, "max_turns": 1}
 NARROWER = {"top_p": (0.05, None), "repeat_penalty": (0.8, 1.6), "max_turns": (None, 50)}  # than config.yaml: what a slider is good for
 
 
@@ -46,7 +46,6 @@ class Panel:
         least, greatest = preferences.bounds(name)
         if name == "max_tokens":
             greatest = self._config.runtime.n_ctx // 2
-            least = min(16, value)
         if name == "seed":
             return gr.Number(value, label=label, info=info, precision=0, minimum=least, maximum=greatest, render=False)
         low, high = NARROWER.get(name, (None, None))

@@ -26,6 +26,34 @@ EN = {
     "reused": "{count} reused",
     "cut_off": "stopped at the limit of {count} tokens",
     "dropped": ("the first round is no longer in view", "the first {count} rounds are no longer in view"),
+    "view_empty": "No answer yet. Ask something in the chat, and you see here how fast it was.",
+    "view_first": "First token",
+    "view_first_hint": "until an answer begins, median of the last {count}",
+    "view_speed": "Speed",
+    "view_speed_hint": "about {words} words a second",
+    "view_reused": "Reused",
+    "view_reused_hint": "of what had to be read was computed before",
+    "view_seconds": "{count} s",
+    "view_rate": "{count} tokens/s",
+    "view_scope": "Each bar is an answer; shown are the last {count} at most, of everybody who uses this server. Figures only, never texts.",
+    "view_memory": "Memory",
+    "view_cpu": "Processor",
+    "view_of": "{used} of {all}",
+    "view_cores": ("{used} of {count} core", "{used} of {count} cores"),
+    "view_measuring": "measuring…",
+    "view_engine": "Now: {running} answering, {waiting} waiting; conversations parked in memory: {parked} ({size})",
+    "view_model": "Model",
+    "view_file": "File",
+    "view_quantised": "{size}, quantised to {kind}",
+    "view_params": "Parameters in it",
+    "view_millions": "{count} million",
+    "view_window": "Window",
+    "view_tokens": "{count} tokens",
+    "view_threads": "Threads",
+    "view_threads_of": "{threads} (usable cores: {cores})",
+    "view_code": "Computes with",
+    "view_uptime": "Running for",
+    "view_time": ("{minutes} min", "{hours} h {minutes} min", "{days} d {hours} h"),
     "and": " · ",
     "continue": "Continue",
     "no_room": "The window is full: there is no room left to go on. Ask in a new message instead.",
@@ -68,6 +96,8 @@ EN = {
     "store_full": "This browser's storage is full: this conversation is not kept. Export or delete some.",
     "you": "You",
     "bot": "Assistant",
+    "copy": "Copy message",
+    "copy_all": "Copy conversation",
     "send": "Send",
     "stop": "Stop",
     "menu": "Conversations and settings",
@@ -98,6 +128,34 @@ ZH = {
     "reused": "复用 {count}",
     "cut_off": "已到 {count} 个词元的上限",
     "dropped": ("最早的 1 轮对话已不在视野内", "最早的 {count} 轮对话已不在视野内"),
+    "view_empty": "还没有回答过。在对话里提个问题，这里就会显示回答得有多快。",
+    "view_first": "首字时间",
+    "view_first_hint": "从提问到开始回答，最近 {count} 次的中位数",
+    "view_speed": "速度",
+    "view_speed_hint": "约每秒 {words} 个字",
+    "view_reused": "复用",
+    "view_reused_hint": "要读的内容中，早已算好、无需重算的部分",
+    "view_seconds": "{count} 秒",
+    "view_rate": "{count} 词元/秒",
+    "view_scope": "每根柱子是一次回答，最多显示本服务所有用户最近的 {count} 次。只有数字，不含任何文字内容。",
+    "view_memory": "内存",
+    "view_cpu": "处理器",
+    "view_of": "{used} / {all}",
+    "view_cores": ("{used} / {count} 核", "{used} / {count} 核"),
+    "view_measuring": "测量中…",
+    "view_engine": "现在：正在回答 {running} 个，排队 {waiting} 个；内存中暂存对话 {parked} 个（{size}）",
+    "view_model": "模型",
+    "view_file": "文件",
+    "view_quantised": "{size}，量化为 {kind}",
+    "view_params": "文件内参数",
+    "view_millions": "{count}M",
+    "view_window": "窗口",
+    "view_tokens": "{count} 词元",
+    "view_threads": "线程",
+    "view_threads_of": "{threads} 个（可用 {cores} 核）",
+    "view_code": "指令集",
+    "view_uptime": "已运行",
+    "view_time": ("{minutes} 分钟", "{hours} 小时 {minutes} 分钟", "{days} 天 {hours} 小时"),
     "and": " · ",
     "continue": "继续",
     "no_room": "窗口已满，没有空间继续写了。请另发一条消息。",
@@ -140,6 +198,8 @@ ZH = {
     "store_full": "浏览器的存储空间已满，这个对话没有保存。请导出或删除一些。",
     "you": "你",
     "bot": "助手",
+    "copy": "复制消息",
+    "copy_all": "复制对话",
     "send": "发送",
     "stop": "停止",
     "menu": "对话与设置",
@@ -201,6 +261,10 @@ class Words:
     def __call__(self, key: str, **values) -> str:
         return self._table[key].format(**values)
 
+    def counted(self, key: str, count: float, **values) -> str:
+        """`words(key)` in its form for one or for several."""
+        return self._table[key][count > 1].format(count=f"{count:g}", **values)
+
     def state(self, state) -> str:
         """What the engine is doing before it can answer: "Loading model 43%"."""
         text = self(state.phase, name=state.name)
@@ -222,20 +286,37 @@ class Words:
         if stats.first_token_ms:
             parts.append(self("first_token", time=_duration(stats.first_token_ms)))
         if stats.tokens_per_second:
-            parts.append(self("speed", speed=_rate(stats.tokens_per_second)))
+            parts.append(self("speed", speed=rate(stats.tokens_per_second)))
         used = stats.prompt_tokens + stats.answer_tokens
         parts.append(self("window", used=f"{used:,}", size=f"{n_ctx:,}"))
         parts.append(self("reused", count=f"{stats.cached_tokens:,}"))
         if stats.finish_reason == "length":
             parts.append(self("cut_off", count=f"{stats.answer_tokens:,}"))
         if dropped:
-            parts.append(self._table["dropped"][dropped > 1].format(count=dropped))
+            parts.append(self.counted("dropped", dropped))
         return self("and").join(parts)
+
+    def uptime(self, seconds: float) -> str:
+        """For how long something has gone on: "3 h 12 min"."""
+        minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
+        form = self._table["view_time"][2 if days else 1 if hours else 0]
+        return form.format(minutes=minutes % 60, hours=hours % 24, days=days)
+
+
+def size(n_bytes: float) -> str:
+    """A number of bytes in the units that disks are sold in: "491 MB", "4.0 GB"."""
+    return f"{n_bytes / 1e6:,.0f}\u00a0MB" if n_bytes < 1e9 else f"{n_bytes / 1e9:,.1f}\u00a0GB"
+
+
+def rate(per_second: float) -> str:
+    """A number of tokens or words a second."""
+    return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.1f}"
+
+
+def seconds(duration: float) -> str:
+    """A number of seconds, to a hundredth where that tells something."""
+    return f"{duration:.2f}" if duration < 10 else f"{duration:,.0f}"
 
 
 def _duration(milliseconds: float) -> str:
     return f"{milliseconds:.0f} ms" if milliseconds < 1000 else f"{milliseconds / 1000:.1f} s"
-
-
-def _rate(per_second: float) -> str:
-    return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.1f}"

@@ -19,9 +19,10 @@ os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read while gradio is importe
 import gradio as gr  # noqa: E402
 from gradio.utils import cancel_tasks  # noqa: E402
 
-from . import __version__, texts  # noqa: E402
+from . import __version__, texts, view  # noqa: E402
 from .config import ConfigError  # noqa: E402
 from .panel import Panel  # noqa: E402
+from .performance import Performance  # noqa: E402
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ class ChatPage(gr.ChatInterface):
     def __init__(self, respond: Callable, typed: Callable, engine, config):
         self.engine = engine
         self.settings = config
+        self.performance = Performance(engine)
         self.typed = typed if config.chat.type_ahead else None
         self._answering: set[str] = set()  # sessions; one answer at a time for each
         self.word = gr.I18n(**{name: texts.plain(table) for name, table in texts.BROWSER.items()})
@@ -175,7 +177,6 @@ class ChatPage(gr.ChatInterface):
         given = {
             "words": {name: texts.plain(table) for name, table in (("en", texts.EN), ("zh", texts.ZH))},
             "presets": texts.PRESETS,
-            "language": self.settings.server.language,
             "settings": list(self.panel.defaults.values()),
         }
         data = json.dumps(given, ensure_ascii=False).replace("<", "\\u003c")
@@ -196,11 +197,12 @@ class ChatPage(gr.ChatInterface):
             with gr.Tab(self.word("chat_tab"), elem_id="chat-tab", scale=1, render_children=True) as self.chat_tab:
                 super()._render_chatbot_area(*parts)
             with gr.Tab(self.word("view_tab"), elem_id="view-tab") as self.view_tab:
-                self.view = gr.HTML(elem_id="view")
+                self.view = gr.HTML(elem_id="view")  # on the page, only what has changed is renewed
 
     def _render_footer(self):
         self.about = gr.HTML(elem_id="about")
         self.typing = gr.Button(elem_id="typed", visible="hidden")
+        self.refreshing = gr.Button(elem_id="refresh", visible="hidden")
         self.turning = gr.Button(elem_id="turn", visible="hidden")
 
     # Events
@@ -229,6 +231,9 @@ class ChatPage(gr.ChatInterface):
         self.load(None, None, [box, chat], js="chatPage.restore")
         if self.typed:
             self.typing.click(self._typed, [box, chat, *self.panel.inputs], None, queue=False, trigger_mode="always_last", **self._quiet())
+        self.view_tab.select(None, js="chatPage.watch", api_visibility="private")
+        self.chat_tab.select(None, js="chatPage.rest", api_visibility="private")
+        self.refreshing.click(self._refresh, None, [self.view], queue=False, **self._quiet())
         self._of_a_page = [event["id"] for event in (*answers, announced, self._setup_api())]
         self.unload(self._leave)
 
@@ -326,6 +331,9 @@ class ChatPage(gr.ChatInterface):
             self.typed(text, turns(chat), self.panel.config(values), request)
         except Exception:
             log.debug("nothing was computed ahead")
+
+    async def _refresh(self, request: gr.Request):
+        return view.render(self.performance.snapshot(), self.words(request))
 
     async def _leave(self, request: gr.Request):
         """A closed page stops its answer, and what was computed ahead for it."""

@@ -106,7 +106,7 @@ class Page:
         self.tab.on("request", lambda request: self._requested(request))
         self.tab.on("pageerror", lambda error: self.errors.append(error))
         self.tab.goto(url)
-        self.box = self.tab.get_by_test_id("textbox")
+        self.box = self.tab.locator("#box").get_by_test_id("textbox")
         self.stop_button = self.tab.get_by_test_id("stop-button")
         self.bots = self.tab.get_by_test_id("bot")
         self.users = self.tab.get_by_test_id("user")
@@ -117,6 +117,11 @@ class Page:
         self.requests.append(request)
         if request.url.startswith(("http", "ws")):
             self.hosts.add(request.url.split("/")[2])
+
+    def reload(self):
+        self.tab.reload()
+        self._stops = 0
+        self.box.wait_for()
 
     def send(self, text: str):
         self.box.fill(text)

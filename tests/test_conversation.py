@@ -3,6 +3,7 @@ from array import array
 
 import pytest
 
+from qwen_chat.config import Config
 from qwen_chat.conversation import Conversation, TooLong, flatten
 from qwen_chat.sampling import Sampling
 
@@ -179,3 +180,29 @@ def test_texts_kept_at_hand_are_bounded(bot, monkeypatch):
         template.render([user(f"{number} " + "word " * 20)])
     template.render([user("word " * 1000)])
     assert template._held == sum(map(len, template._known.values())) <= 300
+
+
+def test_an_answer_that_has_begun_goes_on_behind_its_own_tokens(bot):
+    messages = [{"role": "user", "content": "Count from one to fifty in words."}]
+    asked = bot.conversation.prompt(messages, max_tokens=12)
+    reply = bot.engine.stream(asked.tokens, Sampling(seed=1), 12)
+    begun = "".join(reply)
+    bot.conversation.remember(reply)
+    rest = bot.conversation.prompt(messages, max_tokens=12, begun=begun)
+    assert reply.stats.finish_reason == "length"
+    assert rest.tokens == asked.tokens + reply.tokens  # so that the cache has all of it
+    more = bot.engine.stream(rest.tokens, Sampling(temperature=0, repeat_penalty=1), 12)
+    text = "".join(more)
+    assert more.stats.cached_tokens >= len(rest.tokens) - 2
+    bot.conversation.remember(more, begun)
+    next_turn = [*messages, {"role": "assistant", "content": begun + text}, {"role": "user", "content": "Go on"}]
+    tokens = bot.conversation.prompt(next_turn).tokens
+    assert tokens[: len(rest.tokens) + len(more.tokens)] == rest.tokens + more.tokens
+
+
+def test_the_settings_of_one_tab_leave_the_others_alone(bot):
+    own = Config.model_validate({**bot.config.model_dump(), "chat": {"system_prompt": "Be brief.", "history": {"max_turns": 1}}})
+    messages = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    here, there = bot.conversation.under(own).prompt(messages), bot.conversation.prompt(messages)
+    assert here.dropped == 1 and there.dropped == 0
+    assert here.tokens != there.tokens and bot.conversation.under(bot.config) is bot.conversation
