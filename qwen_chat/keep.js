@@ -38,7 +38,7 @@
   const shown = ({ role, text, kind, figures, more }) => ({
     role,
     content: [{ type: "text", text }],
-    metadata: role === "user" ? null : { id: kind ?? null, log: figures ?? null, title: null },
+    metadata: role === "user" ? null : { log: figures ?? "", ...(kind && { id: kind }) },
     options: more ? [{ label: word("continue"), value: "continue" }] : null,
   });
   const titleOf = (messages) => {

@@ -55,8 +55,12 @@
 
   // Writes the figures of each answer where page.css shows them: beside it, not in it.
   let drawn = [];
+  const NAMED = { "Copy message": "copy", "Copy conversation": "copy_all" }; // Gradio has these in English alone
   const draw = () => {
     asTyped();
+    document.querySelectorAll("#chat button[title]").forEach((button) => {
+      if (NAMED[button.title]) button.ariaLabel = button.title = CHAT.word[NAMED[button.title]];
+    });
     const log = find(LOG)?.firstElementChild;
     if (log) grown.observe(log);
     if (log) rendered.observe(log, { childList: true, subtree: true, characterData: true });

@@ -202,7 +202,7 @@ def test_what_was_typed_and_not_sent_survives_a_reload(page):
 
 
 def test_a_full_storage_is_said_and_the_chat_goes_on(page):
-    page.tab.evaluate("Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }")
+    page.tab.evaluate("() => { Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }; }")
     drawer(page)
     assert page.ask("Say hello")
     expect(page.tab.locator("#kept .say")).to_contain_text("storage is full")
@@ -215,27 +215,31 @@ def test_the_system_prompt_of_a_tab_is_what_the_model_reads(page, program, open_
     panel = settings(page)
     panel.get_by_role("button", name="Teacher").click()
     expect(panel.get_by_label("System prompt")).to_have_value(re.compile("patient teacher"))
+    panel.get_by_label("System prompt").fill("You are a pirate. " * 30)
     page.ask("Say hello")
     other = open_page(program)
     other.ask("Say hello")
-    taught, plain = program.answers[-2:]
-    assert taught["prompt"] > plain["prompt"] + 10
+    pirate, plain = program.answers[-2:]
+    assert pirate["prompt"] > plain["prompt"] + 60
 
 
 def test_settings_count_from_the_next_message_and_survive_a_reload(page, program):
     panel = settings(page)
-    page.ask(STORY)
-    assert program.answers[-1]["answer"] == 24
+
+    def length_of_an_answer() -> int:
+        page.tab.locator("#kept .new").click()
+        until(lambda: page.users.count() == 0)
+        page.ask(STORY)
+        return program.answers[-1]["answer"]
+
+    assert length_of_an_answer() == 24
     panel.get_by_label("number input for Longest answer").fill("40")
-    page.ask("Go on")
-    assert program.answers[-1]["answer"] == 40
+    assert length_of_an_answer() == 40
     page.reload()
-    expect(page.users).to_have_count(2)
-    page.ask("Go on")
-    assert program.answers[-1]["answer"] == 40
-    settings(page).get_by_role("button", name="Reset").click()
-    page.ask("Go on")
-    assert program.answers[-1]["answer"] == 24
+    panel = settings(page)
+    assert length_of_an_answer() == 40
+    panel.get_by_role("button", name="Reset").click()
+    assert length_of_an_answer() == 24
 
 
 def test_rounds_beyond_those_set_are_out_of_view(page, program):
