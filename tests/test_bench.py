@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from qwen_chat import bench, bench_report
+from qwen_chat.__main__ import TOOLS
 from qwen_chat.bench_report import Figure, Part, number, ratios, slope, svg, table
 from qwen_chat.bench_sides import Answer, BenchError, HttpSide, Texts, delta, events, take
 
@@ -245,8 +246,9 @@ def test_faults_are_told_in_a_sentence(tool, tmp_path):
         result = tool(*arguments, **environment)
         assert result.returncode == status and words in result.stderr and "Traceback" not in result.stderr, (result.returncode, result.stderr)
 
-    fails(2, "'nonsense' (choose from 'bench'" if sys.version_info < (3, 12) else "'nonsense' (choose from bench", "nonsense")
-    fails(2, "one of: bench")
+    quoted = [repr(name) if sys.version_info < (3, 12) else name for name in TOOLS]
+    fails(2, f"'nonsense' (choose from {', '.join(quoted)})", "nonsense")
+    fails(2, f"one of: {', '.join(TOOLS)}")
     fails(2, "'fast' found; allowed: load, follow-up,", "bench", "--only", "load,fast")
     fails(2, "'0' found; allowed: a whole number from 1", "bench", "--repeats", "0")
     fails(2, "100 found; allowed: 256 or more", "bench", "--contexts", "100,512")
