@@ -52,7 +52,7 @@ COPY --from=pins /pins/hub.txt /
 # hadolint ignore=DL3013
 RUN pip install --no-cache-dir pydantic -r /hub.txt
 WORKDIR /bake
-COPY qwen_chat/__init__.py qwen_chat/config.py qwen_chat/weights.py qwen_chat/
+COPY qwen_chat/__init__.py qwen_chat/config.py qwen_chat/profiles.py qwen_chat/weights.py qwen_chat/
 COPY deploy/bake.py config.yaml ./
 COPY config.yaml models/*.gguf /context/
 ARG QUANT

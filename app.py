@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import aclosing
 from functools import partial
 
 if __name__ == "__main__":
@@ -13,20 +14,28 @@ if __name__ == "__main__":
 
 from qwen_chat import weights
 from qwen_chat.address import why_not
+from qwen_chat.condense import Condenser
 from qwen_chat.config import load_or_exit
 from qwen_chat.conversation import Conversation, TooLong
 from qwen_chat.engine import Busy, Engine, EngineError
+from qwen_chat.memory import NotEnoughMemory
 from qwen_chat.model import ModelError
 from qwen_chat.sampling import Sampling
+
+# How the program ends: 0 when it is told to, 1 when the engine breaks, and these. Faults of config.yaml are a 2 as well.
+STATUSES = {2: NotEnoughMemory, 3: (weights.WeightsError, ModelError)}
 
 config = load_or_exit()
 engine = Engine(config.runtime, partial(weights.find, config.model), config.server.queue_size, lambda: conversation.opening())
 conversation = Conversation(engine, config)
+condenser = Condenser(engine, conversation, config)
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for name in ("app", "qwen_chat", "llama.cpp"):  # others, at debug, would log addresses and what people write
         logging.getLogger(name).setLevel(config.server.log_level.upper())
+    if config.in_force:
+        logging.getLogger("app").info("%s", config.in_force)
     if refusal := why_not(config.server.host, config.server.port):
         print(refusal, file=sys.stderr)
         sys.exit(2)
@@ -49,11 +58,16 @@ async def respond(message: str, history: list[dict], settings, request: gr.Reque
             yield ui.status(words.state(state))
         await engine.wait_ready()
         messages, session = [*history, {"role": "user", "content": message}], request.session_hash
-        talk = conversation.under(settings)
+        talk, short = conversation.under(settings), condenser.under(settings)
+        fitted = short.on(messages, session)
+        async with aclosing(fitted.parts()) as parts:
+            async for part in parts:
+                yield ui.status(words("condensing", number=part.number, count=part.count))
+        messages = fitted.messages
         prompt = talk.prompt(messages, begun=begun)
         reply = engine.stream(
             prompt.tokens, Sampling.from_config(settings), prompt.max_tokens, prompt.stop, owner=session, trimmed=prompt.trimmed,
-            follow=prompt.follow, on_end=lambda reply: talk.after(reply, messages, session, begun=begun),
+            follow=prompt.follow, on_end=lambda reply: short.after(reply, messages, session, begun=begun),
         )
         async for text in ui.pieces(reply, history):
             answer += text
@@ -62,7 +76,8 @@ async def respond(message: str, history: list[dict], settings, request: gr.Reque
             elif waiting := words.waiting(reply):
                 yield ui.status(waiting)
         more = words("continue") if reply.stats.finish_reason == "length" else ""
-        yield ui.answer(answer, words.figures(reply.stats, engine.info.n_ctx, prompt.dropped), more)
+        figures = words.figures(reply.stats, engine.info.n_ctx, fitted.result)
+        yield ui.answer(answer, figures, more, prompt.dropped, words.out_of_view(prompt))
         if not answer:
             yield ui.notice(words("empty"))
     except Exception as error:
@@ -80,7 +95,7 @@ def _apology(error: Exception, words, begun: str) -> str:
     if isinstance(error, TooLong) and begun:
         return words("no_room")
     if isinstance(error, TooLong):
-        return words("too_long", size=f"{error.size:,}", limit=f"{error.limit:,}")
+        return words("too_long", size=f"{error.size:,}", limit=f"{error.limit:,}", excess=f"{error.size - error.limit:,}")
     if isinstance(error, EngineError):
         return words("failed", reason=error)
     log.error("an answer failed", exc_info=error)
@@ -89,12 +104,12 @@ def _apology(error: Exception, words, begun: str) -> str:
 
 def typed(message: str, history: list[dict], settings, request: gr.Request) -> None:
     """Computes ahead what is being typed, so that only its last few tokens are left when it is sent."""
-    if engine.state.phase == "ready":
-        prompt = conversation.under(settings).prompt([*history, {"role": "user", "content": message}])
+    if engine.state.phase == "ready" and conversation.size(message) < engine.n_ctx:
+        prompt = conversation.under(settings).prompt(condenser.shown([*history, {"role": "user", "content": message}]))
         engine.warm(request.session_hash, prompt.tokens, prompt.trimmed)
 
 
-demo = ui.ChatPage(respond, typed, engine, config)
+demo = ui.ChatPage(respond, typed, condenser.measure, engine, config)
 
 
 def main() -> int:
@@ -113,7 +128,7 @@ def main() -> int:
         stop.wait(2 if demo.is_running else 0)  # so that open pages can say it
     engine.close()  # first, so that answers on their way end
     demo.close(verbose=False)
-    return 0 if not engine.error else 3 if isinstance(engine.error, (weights.WeightsError, ModelError)) else 1
+    return next((status for status, errors in STATUSES.items() if isinstance(engine.error, errors)), 1) if engine.error else 0
 
 
 if __name__ == "__main__":

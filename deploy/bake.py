@@ -63,7 +63,7 @@ def in_context(folder: Path, configured: config.Model, model: config.Model) -> P
 def main(context: Path, target: Path) -> None:
     if TOKEN.exists():
         os.environ["HF_TOKEN"] = TOKEN.read_text().strip()
-    configured = config.load_or_exit().model
+    configured = config.load_or_exit(fitting=lambda: None).model  # no profile names a model
     try:
         model = wanted(configured)
         file = in_context(context, configured, model)

@@ -6,6 +6,7 @@ import sys
 
 # Each is a module of this package with add_options(parser) and run(options) -> exit status.
 TOOLS = {
+    "info": "tell what this device grants and what config.yaml comes to on it, nothing is fetched or loaded",
     "bench": "measure this machine: first token, tokens/s, memory, each beside its target",
     "tune": "find the settings with which this machine answers fastest, and put them into config.yaml",
     "convert": "make a quantised file from a Hugging Face model (safetensors)",

@@ -29,7 +29,7 @@ from .bench_sides import BenchError, EngineSide, HttpSide, LlamaSide, Texts, ass
 from .config import Chat, Config, load_or_exit
 from .conversation import Conversation, TooLong
 from .engine import Engine, EngineError
-from .hardware import allowed_processors, cpu_quota
+from .hardware import allowed_processors, cpu_model, cpu_quota
 from .model import ModelError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -637,19 +637,6 @@ def resident() -> float:
 
 
 # About the machine and the options
-
-
-def cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    for key in ("model name", "Model", "Hardware"):
-        for line in lines:
-            name, _, value = line.partition(":")
-            if name.strip() == key and value.strip():
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def commit() -> str:

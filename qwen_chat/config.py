@@ -9,11 +9,14 @@ import math
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, field_validator, model_serializer
+
+from .profiles import AUTO, NONE, SHIPPED, Found, InForce, flat, lay_over, more_faults
 
 DEFAULT_FILE = Path(__file__).resolve().parent.parent / "config.yaml"
 
@@ -98,6 +101,7 @@ class Runtime(Section):
     kv_type: Literal["f16", "q8_0"] = "f16"
     parallel: int = Field(2, ge=1, le=64)
     cache_mb: int = Field(256, ge=0, le=1_048_576)
+    memory_check: bool = True
     seed: int = Field(-1, ge=-1, le=4_294_967_294)
 
 
@@ -116,11 +120,13 @@ class Generation(Section):
 
 class History(Section):
     max_turns: int = Field(0, ge=0, le=10_000)
+    overflow: Literal["drop", "condense"] = "drop"
 
 
 class Chat(Section):
     system_prompt: str = "你是一个乐于助人的助手。You are a helpful assistant."
     history: History = History()
+    long_input: Literal["condense", "refuse"] = "condense"
     type_ahead: bool = True
     examples: list[Text] = [
         "帮我写一首关于春天的诗",
@@ -165,21 +171,57 @@ class Server(Section):
         return keys
 
 
-class Config(Section):
-    """Everything that config.yaml can say; what it leaves out has the values above."""
+class Profile(Section):
+    """What is set otherwise on a kind of device: only what it names counts."""
 
-    model: Model = Model()
     runtime: Runtime = Runtime()
     generation: Generation = Generation()
     chat: Chat = Chat()
     server: Server = Server()
 
+    @model_serializer
+    def named(self) -> dict[str, dict]:
+        """The sections and keys that it names."""
+        return {name: getattr(self, name).model_dump(exclude_unset=True) for name in type(self).model_fields if name in self.model_fields_set}
 
-def load(file: str | os.PathLike | None = None, environ=os.environ) -> Config:
+
+PROFILES = {name: Profile.model_validate(sections) for name, sections in SHIPPED.items()}
+
+
+class Config(Section):
+    """Everything that config.yaml can say; what it leaves out has the values above."""
+
+    profile: Text = AUTO
+    model: Model = Model()
+    runtime: Runtime = Runtime()
+    generation: Generation = Generation()
+    chat: Chat = Chat()
+    server: Server = Server()
+    profiles: dict[Text, Profile] = PROFILES
+    _in_force: InForce | None = PrivateAttr(None)
+
+    @field_validator("profiles")
+    @classmethod
+    def _beside_the_shipped(cls, given: dict[str, Profile]) -> dict[str, Profile]:
+        return {**PROFILES, **given}
+
+    @property
+    def in_force(self) -> InForce | None:
+        """The profile that `load` laid over the file's settings; None where it is none."""
+        return self._in_force
+
+
+def _of_this_device() -> Found:
+    from .hardware import fitting_profile  # not there where an image is built, and not needed
+
+    return fitting_profile()
+
+
+def load(file: str | os.PathLike | None = None, environ=os.environ, fitting: Callable[[], Found] = _of_this_device) -> Config:
     """The configuration of `file`, by default of $CONFIG, by default of config.yaml beside app.py.
 
-    PORT and HF_ENDPOINT, which hosting services set, are honoured.
-    Raises ConfigError with every fault of the file.
+    PORT and HF_ENDPOINT, which hosting services set, are honoured. With `profile: auto` the one that `fitting` finds
+    is in force. Raises ConfigError with every fault of the file.
     """
     file = Path(file or environ.get("CONFIG") or DEFAULT_FILE)
     settings = _read(file)
@@ -188,7 +230,7 @@ def load(file: str | os.PathLike | None = None, environ=os.environ) -> Config:
         faults += _apply_environment(settings, name, environ.get(name))
     if faults:
         raise ConfigError(faults)
-    config = Config.model_validate(settings)
+    config = _with_profile(settings, fitting)
     try:
         config.server.api_keys()
     except (OSError, ValueError) as error:
@@ -197,17 +239,27 @@ def load(file: str | os.PathLike | None = None, environ=os.environ) -> Config:
     return config
 
 
+def _with_profile(settings: dict, fitting: Callable[[], Found]) -> Config:
+    plain = Config.model_validate(settings)
+    known = {name: profile.named() for name, profile in plain.profiles.items()}
+    settings, in_force = lay_over(settings, flat(plain.model_dump()), flat(Config().model_dump()), known, fitting)
+    config = Config.model_validate(settings)
+    config._in_force = in_force
+    return config
+
+
 def validated(settings: dict) -> Config:
-    """The configuration that `settings` make. Raises ConfigError with a line for each thing that does not fit."""
-    if faults := _faults(settings):
+    """The configuration that `settings` make, which have their profile laid over them already. Raises ConfigError with
+    a line for each thing that does not fit."""
+    if faults := _faults({**settings, "profile": NONE}):
         raise ConfigError(faults)
     return Config.model_validate(settings)
 
 
-def load_or_exit(file: str | os.PathLike | None = None) -> Config:
+def load_or_exit(file: str | os.PathLike | None = None, **options) -> Config:
     """`load`, for programs: faults go to stderr and the process ends with status 2."""
     try:
-        return load(file)
+        return load(file, **options)
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -268,26 +320,7 @@ def _faults(settings: dict) -> list[str]:
     except ValidationError as errors:
         lines = [_line(error) for error in errors.errors(include_url=False, include_context=False)]
     known = {line.partition(":")[0] for line in lines}
-    return list(dict.fromkeys(lines + _contradictions(settings, known)))
-
-
-def _contradictions(settings: dict, known: set[str]) -> list[str]:
-    """Values that are allowed each by itself, but not together; keys with a fault in `known` are passed over."""
-
-    def value(section: str, key: str) -> int:
-        given = settings.get(section)
-        given = given.get(key) if isinstance(given, dict) else None
-        default = getattr(getattr(Config(), section), key)
-        return given if isinstance(given, int) and not isinstance(given, bool) else default
-
-    lines = []
-    n_ctx, max_tokens = value("runtime", "n_ctx"), value("generation", "max_tokens")
-    if max_tokens > n_ctx // 2 and not known & {"runtime.n_ctx", "generation.max_tokens"}:
-        lines.append(f"generation.max_tokens: {max_tokens} found; allowed: at most half of runtime.n_ctx ({n_ctx}), so that a question fits beside its answer")
-    n_batch, n_ubatch = value("runtime", "n_batch"), value("runtime", "n_ubatch")
-    if n_ubatch > n_batch and not known & {"runtime.n_batch", "runtime.n_ubatch"}:
-        lines.append(f"runtime.n_ubatch: {n_ubatch} found; allowed: at most runtime.n_batch ({n_batch})")
-    return lines
+    return list(dict.fromkeys(lines + more_faults(settings, flat(Config().model_dump()), known)))
 
 
 def _line(error: dict) -> str:
@@ -320,6 +353,8 @@ def _child(field: Any, part: str | int) -> Any:
     annotation = getattr(field, "annotation", field)
     if isinstance(part, int) and getattr(annotation, "__origin__", None) is list:
         return get_args(annotation)[0]
+    if isinstance(part, str) and getattr(annotation, "__origin__", None) is dict:
+        return get_args(annotation)[1]
     return None
 
 

@@ -6,14 +6,18 @@ can end a turn or plant a system message by typing one.
 
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Lock
 
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 QUESTION = 48  # tokens kept free for the next question when turns are dropped
+NOTE = 96  # tokens that the note of earlier turns may have
 SMALLEST_ANSWER = 64  # tokens that a long message must leave for its answer
 REMEMBERED = 100_000  # tokens of texts that are kept at hand
+LARGEST_KEPT = REMEMBERED // 4  # tokens; a longer text would push out those of all conversations
+SAMPLE = 8_000  # characters of a very long text that are counted to estimate it, at three places
 MARK = re.compile("\ue000(\\d+)\ue001")  # where a message's text goes; private-use characters
 
 
@@ -29,7 +33,7 @@ class TooLong(Exception):
 class Prompt:
     """What the engine is asked: the prompt, and how long the answer may be (tokens).
 
-    `dropped` turns, the oldest, are no longer in view. `follow` is what surely comes after the answer.
+    `dropped` turns, the oldest, are no longer in view; of those `note` tells, if there is one. `follow` is what surely comes after the answer.
     """
 
     tokens: list[int]
@@ -37,6 +41,8 @@ class Prompt:
     dropped: int = 0
     follow: list[int] = field(default_factory=list)
     stop: list[str] = field(default_factory=list)
+    note: str = ""
+    gone: list[dict] = field(default_factory=list, repr=False)  # the messages of the dropped turns
 
     @property
     def trimmed(self) -> bool:
@@ -59,10 +65,11 @@ class ChatTemplate:
         self._held = 0  # tokens in it
         self._lock = Lock()
 
-    def render(self, messages: list[dict], answering: bool = True) -> list[list[int]]:
+    def render(self, messages: list[dict], answering: bool = True, keep: bool = True) -> list[list[int]]:
         """Token ids in pieces: one for each message, with the template's text before it, and one for the end.
 
-        `answering` adds the start of the assistant's turn. Raises ValueError where the template
+        `answering` adds the start of the assistant's turn; without `keep` the texts are not kept at hand,
+        for they will not come again. Raises ValueError where the template
         refuses the conversation.
         """
         marked = [{"role": message["role"], "content": f"\ue000{number}\ue001"} for number, message in enumerate(messages)]
@@ -71,17 +78,18 @@ class ChatTemplate:
         except Exception as error:
             raise ValueError(f"the model's chat template refuses this conversation: {error}") from None
         parts = MARK.split(text)
-        pieces = [self._tokens(parts[0], special=True)]
+        pieces = [self.tokens(parts[0], special=True)]
         if self._bos and pieces[0][: len(self._bos)] != self._bos:
             pieces[0] = self._bos + pieces[0]
         for number, after in zip(parts[1::2], parts[2::2]):
-            pieces[-1] = pieces[-1] + self._tokens(messages[int(number)]["content"])
-            pieces.append(self._tokens(after, special=True))
+            text = messages[int(number)]["content"]
+            pieces[-1] = pieces[-1] + (self.tokens(text) if keep else self._model.tokenize(text))
+            pieces.append(self.tokens(after, special=True))
         return pieces
 
     def text(self, text: str) -> list[int]:
         """Token ids of `text` within a message: those the model chose, where it is an answer of its own."""
-        return self._tokens(text) if text else []
+        return self.tokens(text) if text else []
 
     def plain(self, text: str) -> list[int]:
         """Token ids of `text` alone, which begin as the model wants every text to begin."""
@@ -91,7 +99,8 @@ class ChatTemplate:
         """Has `text`, when it is in a later prompt, stand for exactly the tokens the model chose for it."""
         self._keep((text, False), list(tokens))
 
-    def _tokens(self, text: str, special: bool = False) -> list[int]:
+    def tokens(self, text: str, special: bool = False) -> list[int]:
+        """Token ids of `text` as it is in a message; `special` reads control tokens as such."""
         key = (text, special)
         try:
             self._known.move_to_end(key)
@@ -100,6 +109,8 @@ class ChatTemplate:
             return self._keep(key, self._model.tokenize(text, special))
 
     def _keep(self, key: tuple[str, bool], tokens: list[int]) -> list[int]:
+        if len(tokens) > LARGEST_KEPT:
+            return tokens
         with self._lock:
             self._held += len(tokens) - len(self._known.pop(key, ()))
             self._known[key] = tokens
@@ -109,11 +120,15 @@ class ChatTemplate:
 
 
 class Conversation:
-    """Makes prompts for an engine by the settings of config.yaml. Usable once the engine has its model."""
+    """Makes prompts for an engine by the settings of config.yaml. Usable once the engine has its model.
+
+    `note_of(messages)` is asked for a note of turns that are dropped, with `history.overflow: condense`.
+    """
 
     def __init__(self, engine, config):
         self._engine = engine
         self._config = config
+        self.note_of: Callable[[list[dict]], str] = lambda messages: ""
         self._made: ChatTemplate | None = None
 
     def under(self, config) -> "Conversation":
@@ -121,7 +136,7 @@ class Conversation:
         if config is self._config:
             return self
         other = Conversation(self._engine, config)
-        other._made = self.template
+        other._made, other.note_of = self.template, self.note_of
         return other
 
     @property
@@ -152,28 +167,62 @@ class Conversation:
         base += len(already)
         most = self._config.chat.history.max_turns
         start = max(0, len(turns) - most) if most else 0
-        start = self._first_that_fits(costs, start, n_ctx - wanted - base)
-        size = base + sum(costs[start:])
-        room = min(wanted, n_ctx - size)
+        start = self._first_that_fits(costs, start, n_ctx - wanted - base - (NOTE if self.takes_notes else 0))
+        room = min(wanted, n_ctx - base - sum(costs[start:]))
         if room < min(wanted, SMALLEST_ANSWER):
             raise TooLong(costs[-1], n_ctx - base - min(wanted, SMALLEST_ANSWER))
-        view = [*system, *(message for turn in turns[start:] for message in turn)]
-        tokens = sum(self.template.render(view), []) + already
-        return Prompt(tokens, room, start, self._follow(view), list(self._config.generation.stop))
+        gone, kept = sum(turns[:start], []), sum(turns[start:], [])
+        note = self.note_of(gone) if gone and self.takes_notes else ""
+        tokens, view = self._with_note(system, note, kept)
+        if note and n_ctx - len(tokens) - len(already) < min(wanted, SMALLEST_ANSWER):
+            note = ""
+            tokens, view = self._with_note(system, note, kept)
+        tokens += already
+        return Prompt(tokens, min(wanted, n_ctx - len(tokens)), start, self._follow(view), list(self._config.generation.stop), note, gone)
 
-    def whole(self, messages: list[dict]) -> Prompt:
+    @property
+    def takes_notes(self) -> bool:
+        """Whether turns that do not fit leave a note. Those beyond `max_turns` do not: they go one by one, so it would
+        be another note at every turn."""
+        history = self._config.chat.history
+        return history.overflow == "condense" and not history.max_turns
+
+    def _with_note(self, system: list[dict], note: str, kept: list[dict]) -> tuple[list[int], list[dict]]:
+        """The prompt's tokens and messages; the note stands at the head of the first message that is kept."""
+        if note:
+            kept = [{**kept[0], "content": f"{note}\n\n{kept[0]['content']}"}, *kept[1:]]
+        view = [*system, *kept]
+        return sum(self.template.render(view), []), view
+
+    def whole(self, messages: list[dict], keep: bool = True) -> Prompt:
         """The prompt for the answer to all of `messages` as they are, with all the room that is left.
 
-        Raises TooLong where they leave none.
+        Without `keep` their tokens are not kept at hand. Raises TooLong where they leave none.
         """
         view = flatten(messages)
         if not any(message["role"] == "system" for message in view):
             view = [*self._system(), *view]
-        return self._with_room(sum(self.template.render(view), []), self._follow(view))
+        return self._with_room(sum(self.template.render(view, keep=keep), []), self._follow(view) if keep else [])
 
     def plain(self, text: str) -> Prompt:
         """The prompt for the continuation of `text`, with no template around it."""
         return self._with_room(self.template.plain(text), [])
+
+    def count(self, text: str) -> int:
+        """How many tokens `text` is."""
+        return len(self._engine.model.tokenize(text))
+
+    def size(self, text: str) -> int:
+        """How many tokens `text` is; of more than three samples an estimate, since counting 1 MB takes seconds."""
+        if len(text) <= 3 * SAMPLE:
+            return len(self.template.tokens(text))
+        starts = (0, (len(text) - SAMPLE) // 2, len(text) - SAMPLE)
+        return sum(self.count(text[start : start + SAMPLE]) for start in starts) * len(text) // (3 * SAMPLE)
+
+    def longest(self) -> int:
+        """How many tokens a message may have, so that it fits the window with its answer."""
+        costs, base = self._costs(self._system(), [[{"role": "user", "content": ""}]])
+        return self._engine.n_ctx - base - costs[0] - min(self._config.generation.max_tokens, SMALLEST_ANSWER)
 
     def _with_room(self, tokens: list[int], follow: list[int]) -> Prompt:
         room = self._engine.n_ctx - len(tokens)
@@ -186,17 +235,18 @@ class Conversation:
         if reply.tokens and reply.text:
             self.template.remember(begun + reply.text, self.template.text(begun) + reply.tokens)
 
-    def after(self, reply, messages: list[dict], owner: object, max_tokens: int | None = None, begun: str = "") -> None:
+    def after(self, reply, messages: list[dict], owner: object, max_tokens: int | None = None, begun: str = "") -> Prompt | None:
         """Prepares the next turn of a conversation that has just been answered: if that will have to drop turns,
-        they are dropped now, while the answer is read."""
+        they are dropped now, while the answer is read. Returns the prompt of that turn, its question empty."""
         self.remember(reply, begun)
         if not reply.text:
-            return
+            return None
         answered = [*messages, {"role": "assistant", "content": begun + reply.text}, {"role": "user", "content": ""}]
         ahead = self.prompt(answered, max_tokens)
-        if ahead.dropped > self.prompt(messages, max_tokens).dropped:
+        if ahead.note or ahead.dropped > self.prompt(messages, max_tokens).dropped:
             end = len(self.template.render([{"role": "user", "content": ""}])[-1])
             self._engine.warm(owner, ahead.tokens[: len(ahead.tokens) - end], trimmed=True)
+        return ahead
 
     def _system(self) -> list[dict]:
         text = self._config.chat.system_prompt
@@ -213,13 +263,13 @@ class Conversation:
         return costs, base
 
     def _first_that_fits(self, costs: list[int], start: int, room: int) -> int:
-        """The first turn to keep. Where the model cannot shift its cache every drop means computing all
-        anew, so then half the room is freed at once, and the same again only when that is used up."""
+        """The first turn to keep. Where every drop means computing all anew, for the model cannot shift its
+        cache or there is another note, half the room is freed at once, and the same again only when that is used up."""
 
         def size(end: int) -> int:
             return sum(costs[start : end - 1]) + max(costs[end - 1], QUESTION)
 
-        if self._engine.can_shift:
+        if self._engine.can_shift and not self.takes_notes:
             while start < len(costs) - 1 and size(len(costs)) > room:
                 start += 1
             return start

@@ -14,9 +14,10 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Callable, Iterable
 
-from .hardware import usable_cores
+from . import memory
+from .hardware import held_by_process, usable_cores, usable_memory
 from .kvcache import KVCache, Sequence, token_array
-from .model import ABORTED, NO_CELLS, Model, system_info
+from .model import ABORTED, NO_CELLS, Model, read_shape, system_info
 from .sampling import Logprob, Sampler, Sampling
 from .textstream import TextStream
 
@@ -85,6 +86,7 @@ class Stats:
     first_token_ms: float = 0.0
     tokens_per_second: float = 0.0
     finish_reason: str = ""  # stop, length, cancelled or error
+    aside: bool = False  # it was asked for by the program itself, on the way to an answer
 
 
 class Reply:
@@ -208,6 +210,7 @@ class _Task:
     trimmed: bool
     follow: list[int]
     on_end: Callable[[Reply], None] | None
+    keep: bool = True
     asked: float = field(default_factory=time.perf_counter)
     first: float = 0.0
     sequence: Sequence | None = None
@@ -274,19 +277,22 @@ class Engine:
         trimmed: bool = False,
         follow: list[int] = (),
         on_end: Callable[[Reply], None] | None = None,
+        keep: bool = True,
     ) -> Reply:
         """Asks for the continuation of `tokens`; returns at once.
 
         `owner` names the conversation, `trimmed` says that it dropped old turns before this prompt,
         `follow` is what the next prompt surely has after this answer and is computed when it ends.
-        `on_end` is called by the decode thread. Raises Busy, or EngineError when the engine has ended.
+        `on_end` is called by the decode thread. Without `keep` nothing of it stays in the cache: no
+        conversation goes on from there. Raises Busy, or EngineError when the engine has ended.
         """
         prompt = token_array(tokens)
         if not prompt:
             raise EngineError("an empty prompt has no continuation")
         self.start()
         reply = Reply(self, len(prompt))
-        task = _Task(reply, prompt, sampling, max_tokens, list(stop), owner, trimmed, list(follow), on_end)
+        reply.stats.aside = not keep
+        task = _Task(reply, prompt, sampling, max_tokens, list(stop), owner, trimmed, list(follow), on_end, keep)
         with self._news:
             if self.error or self._closing:
                 raise EngineError(f"the engine has ended: {self.error or 'it was closed'}")
@@ -383,6 +389,7 @@ class Engine:
         runtime = self.runtime
         self.state = State("loading", weights.name, 0, 100)
         started = time.perf_counter()
+        cache_bytes = self._check_memory(weights)
         model = Model(weights.path, runtime, lambda part: self._loaded(weights.name, part))
         self.model = model
         n_ctx = runtime.n_ctx
@@ -395,7 +402,7 @@ class Engine:
         n_threads = threads if runtime.n_threads == "auto" else runtime.n_threads
         n_batch = n_threads if runtime.n_threads_batch == "auto" else runtime.n_threads_batch
         model.open_context(runtime, n_ctx * runtime.parallel + len(opening), runtime.parallel + 1, n_threads, n_batch)
-        self.cache = KVCache(model, runtime.parallel, runtime.cache_mb * 1024 * 1024)
+        self.cache = KVCache(model, runtime.parallel, cache_bytes)
         self._compute_opening(opening or token_array(model.tokenize("\n")))
         self.info = Info(
             weights.name, str(weights.path), weights.fallback, model.size_bytes, model.n_params,
@@ -405,6 +412,21 @@ class Engine:
         log.info("%s is ready after %.1f s: %d threads, n_ctx %d", weights.name, time.perf_counter() - started, n_threads, n_ctx)
         self.state = State("ready", weights.name)
         self.ready.set()
+
+    def _check_memory(self, weights) -> int:
+        """How many bytes paused conversations may take. Raises memory.NotEnoughMemory where the model does not fit."""
+        shape, runtime, mb = read_shape(weights.path), self.runtime, memory.mb
+        if shape is None:
+            return runtime.cache_mb * 2**20
+        there, own = usable_memory(), held_by_process()
+        need = memory.check(shape, runtime, there, own)
+        log.info("about %s of memory are needed (%s), %s are there", mb(need.least), need.parts(), mb(there.available + own))
+        if missing := memory.short(need, there, own):
+            log.warning("memory is short by about %s, which may make answers slow", mb(missing))
+        parking = memory.parking(need, runtime, there, own)
+        if parking < runtime.cache_mb * 2**20:
+            log.warning("runtime.cache_mb is %d; %d is used, which is what the memory leaves", runtime.cache_mb, parking // 2**20)
+        return parking
 
     def _report(self, progress) -> None:
         if self._closing:
@@ -576,6 +598,8 @@ class Engine:
         if task.sampler:
             task.sampler.close()
         if task.sequence is not None:
+            if not task.keep:
+                self.cache.cut(task.sequence, 0)
             self.cache.release(task.sequence)
             if task.follow and reason in ("stop", "length") and not task.text.stopped:
                 self._warm_follow(task)

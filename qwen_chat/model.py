@@ -14,15 +14,22 @@ from typing import Callable
 import llama_cpp
 import numpy as np
 
+from .memory import CELLS_STEP, Shape
 from .sampling import Logprob, Sampler, Sampling
 
 log = logging.getLogger(__name__)
 llama_log = logging.getLogger("llama.cpp")
 
 GGML_LOG_LEVEL_ERROR = 4  # see ggml.h
+GGUF_INTEGERS, GGUF_TYPE_STRING, GGUF_TYPE_ARRAY = (4, 5), 8, 9  # see gguf.h; those of 32 bits
 NO_CELLS, ABORTED = 1, 2  # what llama_decode returns, see llama.h
-CELLS_STEP = 256  # llama.cpp rounds a context up to this many cells
 KV_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
+
+
+LOCKABLE = (
+    "Allow the program to lock memory: --ulimit memlock=-1 for docker run, LimitMEMLOCK=infinity for systemd, "
+    "`ulimit -l unlimited` in a shell (what a user may set there is in /etc/security/limits.conf)"
+)
 
 
 class ModelError(Exception):
@@ -37,6 +44,8 @@ def _to_logging(level: int, text: bytes, _data) -> None:
     line = text.decode("utf-8", "replace").strip()
     if level == GGML_LOG_LEVEL_ERROR and line:
         _complaints.append(line)
+    if "failed to mlock" in line:  # once, however many buffers there are: llama.cpp gives up at the first
+        log.warning("runtime.use_mlock: the weights may be swapped out all the same: %s. %s", line.splitlines()[0].removeprefix("warning: "), LOCKABLE)
     if line:
         llama_log.debug("%s", line)
 
@@ -48,7 +57,6 @@ class Model:
     """
 
     def __init__(self, path: Path, runtime, progress: Callable[[float], bool] = lambda fraction: True):
-        llama_cpp.llama_log_set(_to_logging, ctypes.c_void_p(0))
         self.cpu_code = load_cpu_code()
         log.info("llama.cpp computes with its %s code", self.cpu_code)
         llama_cpp.llama_backend_init()
@@ -256,6 +264,7 @@ def load_cpu_code() -> str:
     Such a build (GGML_CPU_ALL_VARIANTS) has a library for each generation of processors, but looks for them
     only beside the Python executable. "native" is code that is part of llama.cpp itself.
     """
+    llama_cpp.llama_log_set(_to_logging, ctypes.c_void_p(0))
     if os.name != "posix":
         return "native"
     library, package = llama_cpp.llama_cpp._lib, Path(llama_cpp.__file__).parent
@@ -271,6 +280,95 @@ def load_cpu_code() -> str:
     info = Info()
     ctypes.CDLL(None).dladdr(ctypes.c_void_p(find(b"CPU")), ctypes.byref(info))
     return Path(os.fsdecode(info.file or b"")).stem.partition("ggml-cpu-")[2] or "native"
+
+
+def read_shape(path: Path) -> Shape | None:
+    """What the header of a GGUF file says of the memory it takes, without loading it; None where it says too little,
+    or is broken, which loading it will tell better."""
+    llama_cpp.llama_log_set(_to_logging, ctypes.c_void_p(0))
+    try:
+        gguf = _Gguf(path)
+    except AttributeError:  # on Windows a library does not lend the functions of those it uses
+        return None
+    try:
+        return _shape(gguf, path) if gguf.handle else None
+    finally:
+        gguf.close()
+
+
+def _shape(gguf: "_Gguf", path: Path) -> Shape | None:
+    architecture = gguf.text("general.architecture")
+
+    def values(name: str, default: int = 0) -> list[int]:
+        return gguf.integers(f"{architecture}.{name}") or [default]
+
+    n_layer, n_embd, n_head = values("block_count")[0], values("embedding_length")[0], max(values("attention.head_count"))
+    n_vocab = gguf.length("tokenizer.ggml.tokens")
+    if not (n_layer and n_embd and n_head and n_vocab):
+        return None
+    heads, width = values("attention.head_count_kv", n_head), n_embd // n_head
+    heads = heads * n_layer if len(heads) == 1 else heads
+    return Shape(
+        weights=path.stat().st_size - gguf.call("get_data_offset"),
+        looked_up=gguf.tensor_size("token_embd.weight") if gguf.tensor_size("output.weight") else 0,
+        kv_values=sum(heads) * (values("attention.key_length", width)[0] + values("attention.value_length", width)[0]),
+        n_embd=n_embd, n_ff=max(values("feed_forward_length")), n_head=n_head, n_vocab=n_vocab,
+        n_ctx_train=values("context_length")[0] or 2**31,
+    )
+
+
+class _Gguf:
+    """llama.cpp's reader of GGUF headers (gguf.h), which its Python binding leaves out."""
+
+    class Params(ctypes.Structure):
+        _fields_ = [("no_alloc", ctypes.c_bool), ("tensors", ctypes.c_void_p)]
+
+    # name: what it returns, what it takes beside the handle
+    FUNCTIONS = {
+        "find_key": (ctypes.c_int64, ctypes.c_char_p), "get_kv_type": (ctypes.c_int, ctypes.c_int64),
+        "get_val_u32": (ctypes.c_uint32, ctypes.c_int64), "get_val_str": (ctypes.c_char_p, ctypes.c_int64),
+        "get_arr_type": (ctypes.c_int, ctypes.c_int64), "get_arr_n": (ctypes.c_size_t, ctypes.c_int64),
+        "get_arr_data": (ctypes.c_void_p, ctypes.c_int64), "find_tensor": (ctypes.c_int64, ctypes.c_char_p),
+        "get_tensor_size": (ctypes.c_size_t, ctypes.c_int64), "get_data_offset": (ctypes.c_size_t,), "free": (None,),
+    }
+
+    def __init__(self, path: Path):
+        self.library = llama_cpp.llama_cpp._lib
+        for name, (result, *arguments) in self.FUNCTIONS.items():
+            function = getattr(self.library, f"gguf_{name}")
+            function.restype, function.argtypes = result, [ctypes.c_void_p, *arguments]
+        opening = self.library.gguf_init_from_file
+        opening.restype, opening.argtypes = ctypes.c_void_p, [ctypes.c_char_p, self.Params]
+        self.handle = opening(os.fsencode(path), self.Params(True, None))  # None where the file is no GGUF
+
+    def call(self, name: str, *arguments):
+        return getattr(self.library, f"gguf_{name}")(self.handle, *arguments)
+
+    def text(self, key: str) -> str:
+        at = self.call("find_key", key.encode())
+        return self.call("get_val_str", at).decode() if at >= 0 and self.call("get_kv_type", at) == GGUF_TYPE_STRING else ""
+
+    def integers(self, key: str) -> list[int]:
+        """A number, or those of an array, as models have it whose layers differ; [] where there is no such key."""
+        at = self.call("find_key", key.encode())
+        kind = self.call("get_kv_type", at) if at >= 0 else None
+        if kind in GGUF_INTEGERS:
+            return [self.call("get_val_u32", at)]
+        if kind != GGUF_TYPE_ARRAY or self.call("get_arr_type", at) not in GGUF_INTEGERS:
+            return []
+        return list((ctypes.c_uint32 * self.call("get_arr_n", at)).from_address(self.call("get_arr_data", at)))
+
+    def length(self, key: str) -> int:
+        at = self.call("find_key", key.encode())
+        return self.call("get_arr_n", at) if at >= 0 and self.call("get_kv_type", at) == GGUF_TYPE_ARRAY else 0
+
+    def tensor_size(self, name: str) -> int:
+        at = self.call("find_tensor", name.encode())
+        return self.call("get_tensor_size", at) if at >= 0 else 0
+
+    def close(self) -> None:
+        if self.handle:
+            self.call("free")
 
 
 def system_info() -> str:

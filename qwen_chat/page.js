@@ -4,6 +4,7 @@
 // CHAT, set before this, has the words, presets and settings that ui.py hands over.
 (() => {
   const TYPING_PAUSE = 150; // milliseconds without a key before the text is handed over
+  const MOST_TYPED = 100_000; // characters; a longer text fits no usual window, so nothing of it can be computed ahead
   const SAME = { __type__: "update" };
   const STOP = { ...SAME, submit_btn: false, stop_btn: true };
   const SEND = { ...SAME, submit_btn: true, stop_btn: false };
@@ -68,8 +69,9 @@
     document.querySelectorAll("#chat .bot-row").forEach((row, i) => {
       const { id, log } = answers[i]?.metadata ?? {};
       row.dataset.kind = id ?? "answer";
-      if (row.nextElementSibling?.matches(".message-buttons")) row.nextElementSibling.dataset.figures = log ?? "";
+      if (row.nextElementSibling?.matches(".message-buttons")) row.nextElementSibling.dataset.figures = (log ?? "").split("\n")[0];
     });
+    window.chatText.draw(drawn);
   };
   const show = (chat) => {
     drawn = chat;
@@ -186,12 +188,13 @@
   const soon = () => {
     clearTimeout(timer);
     timer = setTimeout(() => {
-      if (!answering() && input()?.value.trim()) find("#typed")?.click();
+      const text = input()?.value ?? "";
+      if (!answering() && text.trim() && text.length <= MOST_TYPED) find("#typed")?.click();
     }, TYPING_PAUSE);
   };
   const typed = (event) => {
     if (!event.target.closest?.("#box")) return;
-    remember(DRAFT, event.target.value);
+    remember(DRAFT, event.target.value.slice(0, MOST_TYPED)); // there is room for a few megabytes in all
     if (!event.isComposing) soon();
   };
   document.addEventListener("input", typed);

@@ -121,9 +121,9 @@ class Performance:
         engine.on_answer.append(self.note)
 
     def note(self, reply) -> None:
-        """Called by the engine after every answer."""
+        """Called by the engine after every answer; those on the way to another one are left out."""
         stats = reply.stats
-        if stats.first_token_ms:
+        if stats.first_token_ms and not stats.aside:
             answer = Answer(
                 stats.first_token_ms / 1000, stats.tokens_per_second, stats.prompt_tokens, stats.cached_tokens,
                 stats.answer_tokens, count_words(reply.text),

@@ -7,6 +7,7 @@ EN = {
     "chat_tab": "Chat",
     "view_tab": "Performance",
     "about": "qwen-chat {version} · {model} · llama.cpp",
+    "profile": "profile {name}",
     "looking": "Looking for the model",
     "downloading": "Downloading {name}",
     "checking": "Checking {name}",
@@ -16,7 +17,16 @@ EN = {
     "waiting": "Waiting: {place} in line",
     "reading": "Reading your message: {read} of {total} tokens",
     "busy": "Too many people are waiting for an answer right now. Please try again in a moment.",
-    "too_long": "This message is too long: {size} tokens, and the limit is {limit}. Please shorten it.",
+    "too_long": "This message is too long: {size} tokens, and the limit is {limit}. Please shorten it by {excess}.",
+    "condensing": "Condensing part {number} of {count}",
+    "condensed": ("the message was condensed from {before} to {after} tokens", "the message was condensed from {before} to {after} tokens in {parts} parts"),
+    "size": "{size} / {window} tokens",
+    "will_condense": "{size} / {window} tokens · will be condensed",
+    "will_refuse": "{size} / {window} tokens · too long by {excess}",
+    "attach": "Add a text file",
+    "file_binary": "{name} is not a text file.",
+    "file_large": "{name} is too large: at most 1 MB.",
+    "file_unreadable": "{name} cannot be read.",
     "failed": "No answer: {reason}",
     "broken": "Something went wrong while answering. Please try again; the server's log says more.",
     "empty": "The model had nothing to say. Please try again.",
@@ -25,7 +35,8 @@ EN = {
     "window": "window {used} / {size} tokens",
     "reused": "{count} reused",
     "cut_off": "stopped at the limit of {count} tokens",
-    "dropped": ("the first round is no longer in view", "the first {count} rounds are no longer in view"),
+    "dropped": ("The model no longer sees the first round", "The model no longer sees the first {count} rounds"),
+    "noted": ("The model has a short note of the first round", "The model has a short note of the first {count} rounds"),
     "view_empty": "No answer yet. Ask something in the chat, and you see here how fast it was.",
     "view_first": "First token",
     "view_first_hint": "until an answer begins, median of the last {count}",
@@ -109,6 +120,7 @@ ZH = {
     "chat_tab": "对话",
     "view_tab": "性能",
     "about": "qwen-chat {version} · {model} · llama.cpp",
+    "profile": "设备配置 {name}",
     "looking": "正在寻找模型",
     "downloading": "正在下载 {name}",
     "checking": "正在校验 {name}",
@@ -118,7 +130,16 @@ ZH = {
     "waiting": "排队中：第 {place} 位",
     "reading": "正在阅读你的消息：{read} / {total} 个词元",
     "busy": "现在等待回答的人太多了，请稍后再试。",
-    "too_long": "这条消息太长了：共 {size} 个词元，上限是 {limit} 个。请缩短后再发。",
+    "too_long": "这条消息太长了：共 {size} 个词元，上限是 {limit} 个。请缩短 {excess} 个后再发。",
+    "condensing": "正在压缩第 {number} / {count} 部分",
+    "condensed": ("消息已从 {before} 个词元压缩到 {after} 个", "消息已分 {parts} 部分从 {before} 个词元压缩到 {after} 个"),
+    "size": "{size} / {window} 词元",
+    "will_condense": "{size} / {window} 词元 · 将先分段压缩",
+    "will_refuse": "{size} / {window} 词元 · 超出 {excess} 个",
+    "attach": "添加文本文件",
+    "file_binary": "{name} 不是文本文件。",
+    "file_large": "{name} 太大，最大 1 MB。",
+    "file_unreadable": "无法读取 {name}。",
     "failed": "无法回答：{reason}",
     "broken": "回答时出错了，请重试；详情见服务器日志。",
     "empty": "模型没有给出回答，请重试。",
@@ -127,7 +148,8 @@ ZH = {
     "window": "窗口 {used} / {size} 词元",
     "reused": "复用 {count}",
     "cut_off": "已到 {count} 个词元的上限",
-    "dropped": ("最早的 1 轮对话已不在视野内", "最早的 {count} 轮对话已不在视野内"),
+    "dropped": ("最早的 1 轮对话，模型已看不到", "最早的 {count} 轮对话，模型已看不到"),
+    "noted": ("最早的 1 轮对话，模型只留有简短笔记", "最早的 {count} 轮对话，模型只留有简短笔记"),
     "view_empty": "还没有回答过。在对话里提个问题，这里就会显示回答得有多快。",
     "view_first": "首字时间",
     "view_first_hint": "从提问到开始回答，最近 {count} 次的中位数",
@@ -272,6 +294,10 @@ class Words:
             return f"{text} {state.fraction:.0%}"
         return f"{text} {state.done / 1e6:,.0f} MB" if state.done else f"{text}…"
 
+    def about(self, version: str, model: str, profile: str | None) -> str:
+        """The page's last line."""
+        return self("and").join([self("about", version=version, model=model), *([self("profile", name=profile)] if profile else [])])
+
     def waiting(self, reply) -> str:
         """Why an answer has not begun; nothing when there is no more to say than that it is being thought about."""
         if reply.place:
@@ -280,7 +306,19 @@ class Words:
             return self("reading", read=f"{reply.read:,}", total=f"{reply.to_read:,}")
         return ""
 
-    def figures(self, stats, n_ctx: int, dropped: int = 0) -> str:
+    def size(self, size) -> str:
+        """How large the text in the box is, and what will become of it; nothing while it is small."""
+        if size.fate == "fits" and size.tokens <= size.window // 4:
+            return ""
+        key = {"fits": "size", "condensed": "will_condense", "refused": "will_refuse"}[size.fate]
+        return self(key, size=f"{size.tokens:,}", window=f"{size.window:,}", excess=f"{size.tokens - size.limit:,}")
+
+    def out_of_view(self, prompt) -> str:
+        """The label of the line below which the model sees the chat."""
+        key = "noted" if prompt.note else "dropped"
+        return self._table[key][prompt.dropped > 1].format(count=prompt.dropped) if prompt.dropped else ""
+
+    def figures(self, stats, n_ctx: int, condensed=None) -> str:
         """The line under an answer."""
         parts = []
         if stats.first_token_ms:
@@ -292,8 +330,9 @@ class Words:
         parts.append(self("reused", count=f"{stats.cached_tokens:,}"))
         if stats.finish_reason == "length":
             parts.append(self("cut_off", count=f"{stats.answer_tokens:,}"))
-        if dropped:
-            parts.append(self.counted("dropped", dropped))
+        if condensed:
+            sizes = {"before": f"{condensed.before:,}", "after": f"{condensed.after:,}", "parts": condensed.parts}
+            parts.append(self._table["condensed"][condensed.parts > 1].format(**sizes))
         return self("and").join(parts)
 
     def uptime(self, seconds: float) -> str:

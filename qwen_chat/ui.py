@@ -27,7 +27,7 @@ from .performance import Performance  # noqa: E402
 log = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
-SCRIPTS = ("page.js", "keep.js")
+SCRIPTS = ("page.js", "keep.js", "page_text.js")
 UPDATE_SECONDS = 0.05  # between two updates of a growing answer, at first
 SETTLED_SECONDS = 1.5  # then half as many do: each costs the browser 10 to 20 ms, maybe on the cores that compute
 LONG_CHAT = 40  # messages; beyond them the updates cost twice as much
@@ -45,10 +45,11 @@ LATEX = [
 ]
 
 
-def answer(text: str, figures: str = "", more: str = "") -> dict:
+def answer(text: str, figures: str = "", more: str = "", dropped: int = 0, line: str = "") -> dict:
     """A message of the assistant; `figures` are shown under it and are not part of it, and so is a button
-    named `more`, with which it goes on."""
-    message = _message("assistant", text, {"log": figures})
+    named `more`, with which it goes on. `line` stands in the chat after the first `dropped` rounds, until there
+    is another answer."""
+    message = _message("assistant", text, {"log": f"{figures}\n{dropped}\n{line}" if line else figures})
     return {**message, "options": [{"label": more, "value": "continue"}]} if more else message
 
 
@@ -112,11 +113,12 @@ async def pieces(reply, history: list[dict]) -> AsyncIterator[str]:
 class ChatPage(gr.ChatInterface):
     """The page around `respond(message, history, settings, request, begun)`, an async generator of the answer so far."""
 
-    def __init__(self, respond: Callable, typed: Callable, engine, config):
+    def __init__(self, respond: Callable, typed: Callable, measure: Callable, engine, config):
         self.engine = engine
         self.settings = config
         self.performance = Performance(engine)
         self.typed = typed if config.chat.type_ahead else None
+        self.measure = measure
         self._answering: set[str] = set()  # sessions; one answer at a time for each
         self.word = gr.I18n(**{name: texts.plain(table) for name, table in texts.BROWSER.items()})
         self.panel = Panel(config, self.word)
@@ -200,12 +202,30 @@ class ChatPage(gr.ChatInterface):
                 self.view = gr.HTML(elem_id="view")  # on the page, only what has changed is renewed
 
     def _render_footer(self):
+        self._render_text_row()
         self.about = gr.HTML(elem_id="about")
         self.typing = gr.Button(elem_id="typed", visible="hidden")
         self.refreshing = gr.Button(elem_id="refresh", visible="hidden")
         self.turning = gr.Button(elem_id="turn", visible="hidden")
 
+    def _render_text_row(self):
+        """Below the box: a button that adds a file's text to it, and how large the text in it is (page_text.js)."""
+        with gr.Row(elem_id="below"):
+            gr.HTML('<button type="button">＋</button><input type="file" multiple hidden><span role="alert"></span>', elem_id="attach")
+            self.size = gr.HTML(elem_id="size")
+        self.sizing = gr.Button(elem_id="sized", visible="hidden")
+
     # Events
+
+    def _sized(self, sample: str, request: gr.Request) -> str:
+        """How large the text in the box is, from samples of it; neither logged nor kept."""
+        try:
+            given = json.loads(sample)
+            text = self.words(request).size(self.measure(given["samples"], given["length"]))
+            return f"<output>{html.escape(text)}</output>"
+        except Exception:
+            log.debug("a text was not counted")
+            return ""
 
     def _setup_events(self):
         chat, box = self.chatbot, self.textbox
@@ -231,6 +251,7 @@ class ChatPage(gr.ChatInterface):
         self.load(None, None, [box, chat], js="chatPage.restore")
         if self.typed:
             self.typing.click(self._typed, [box, chat, *self.panel.inputs], None, queue=False, trigger_mode="always_last", **self._quiet())
+        self.sizing.click(self._sized, [box], [self.size], js="chatText.sample", queue=False, trigger_mode="always_last", **self._quiet())
         self.view_tab.select(None, js="chatPage.watch", api_visibility="private")
         self.chat_tab.select(None, js="chatPage.rest", api_visibility="private")
         self.refreshing.click(self._refresh, None, [self.view], queue=False, **self._quiet())
@@ -323,7 +344,8 @@ class ChatPage(gr.ChatInterface):
             return
         name, reason = engine.info.name, engine.info.fallback
         banner = _banner("fallback", words("fallback", model=name, reason=reason)) if reason else ""
-        yield banner, html.escape(words("about", model=name, version=__version__))
+        profile = self.settings.in_force.name if self.settings.in_force else None
+        yield banner, html.escape(words.about(__version__, name, profile))
 
     def _typed(self, request: gr.Request, text: str, chat: list[dict], *values):
         """What is being typed may be computed ahead; it is not logged, not kept and not waited for."""

@@ -100,6 +100,25 @@ def find(model: Model, report: Report = lambda progress: None) -> Weights:
     raise WeightsError(_nothing_found(model, tried))
 
 
+def at_hand(model: Model) -> Weights | None:
+    """Which file `find` would look at first, of those that are here already; nothing is fetched, checked or removed.
+
+    None where there is none: `find` would fetch one, or fail. Raises WeightsError where `model.path` cannot be used.
+    """
+    if model.path is not None:
+        path = _given(model.path)
+        return Weights(path, path.stem, None)
+    if path := _in_image(model):
+        return Weights(path, path.stem, None)
+    for path in (ROOT / "models" / model.filename, _in_hub_cache(model), _target(model)):
+        if path is not None and _fault(path, None) is None:
+            return Weights(path, Path(model.filename).stem, None)
+    for fallback in model.fallbacks:
+        if _fault(_target(fallback), None) is None:
+            return Weights(_target(fallback), fallback.name, "it stands in while the configured file is neither here nor to be had")
+    return None
+
+
 def _nothing_found(model: Model, tried: list[str]) -> str:
     endpoint = _split(model.endpoints[0])[0] if model.endpoints else OFFICIAL
     return "\n".join([

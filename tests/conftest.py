@@ -65,6 +65,7 @@ def program(small_model, tmp_path_factory):
         model={"path": str(small_model)},
         runtime={"n_ctx": 1024, "parallel": 1},
         generation={"temperature": 0.0, "repeat_penalty": 1.0, "max_tokens": 250},
+        chat={"long_input": "refuse"},
         server={"queue_size": 1},
     )
     yield program.until_up()

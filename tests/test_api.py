@@ -593,6 +593,7 @@ def program(small_model, tmp_path_factory):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     sections = {
+        "profile": "none",
         "model": {"path": str(small_model)},
         "runtime": {"n_ctx": 512},
         "generation": {"max_tokens": 16},

@@ -191,7 +191,7 @@ def tool(small_model, tmp_path_factory):
     """Runs `python -m qwen_chat ...` with a small configuration: `tool("bench", "--quick", ...)`."""
     folder = tmp_path_factory.mktemp("bench")
     settings = {
-        "model": {"path": str(small_model)}, "chat": {"system_prompt": "Be brief."}, "generation": {"max_tokens": 64},
+        "profile": "none", "model": {"path": str(small_model)}, "chat": {"system_prompt": "Be brief."}, "generation": {"max_tokens": 64},
         "runtime": {"n_ctx": 512, "n_threads": 1, "n_threads_batch": 1},  # one thread: two that wait for each other crawl on a busy machine
     }
     (folder / "config.yaml").write_text(json.dumps(settings))  # JSON is YAML

@@ -224,6 +224,23 @@ def test_the_threads_follow_the_limits(docker, image, limits, most):
     assert int(count.stdout) == min(most, usable_cores())
 
 
+def test_it_tells_what_the_limits_leave_of_the_machine(docker, image):
+    told = docker("run", "--rm", "--cpus", "1.5", "--memory", "600m", "--network", "host", image, "python", "-m", "qwen_chat", "info", "--json")
+    facts = json.loads(told.stdout)
+    assert facts["memory"]["total"] == 600 * 2**20 and facts["memory"]["limited"]
+    assert 0 < facts["memory"]["available"] < 600 * 2**20
+    assert facts["cores"]["count"] == 1 and (facts["cores"]["reason"], facts["cores"]["quota"]) == ("quota", 1.5) or os.cpu_count() == 1
+    assert facts["config"]["in_force"] == "tiny" and "container" in facts["device"]["surroundings"]
+    assert facts["weights"]["name"] == "small" and not facts["needs"]["refusal"]
+
+
+def test_too_little_memory_is_explained(run):
+    container = run("--memory", "200m")
+    assert container.docker("wait", container.id).stdout.strip() == "2"
+    assert "Not enough memory: about " in container.log and "the container's limit leaves " in container.log
+    assert "Traceback" not in container.log
+
+
 def test_the_fastest_code_for_this_processor_is_chosen(run):
     container = run().until_up()
     chosen = re.search(r"its (\S+) code", container.log)[1]

@@ -76,12 +76,13 @@ def test_it_may_be_asked_at_any_time(counted):
 
 
 def test_the_memory_limit_of_a_container(tmp_path):
+    groups = tmp_path / "sys" / "fs" / "cgroup"
+    (groups / "memory").mkdir(parents=True)
     assert hardware.memory_limit(tmp_path) is None
-    (tmp_path / "memory.max").write_text("max\n")
+    (groups / "memory.max").write_text("max\n")
     assert hardware.memory_limit(tmp_path) is None
-    (tmp_path / "memory.max").write_text("104857600\n")
+    (groups / "memory.max").write_text("104857600\n")
     assert hardware.memory_limit(tmp_path) == 104857600
-    (tmp_path / "memory.max").unlink()
-    (tmp_path / "memory").mkdir()
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("52428800\n")
+    (groups / "memory.max").unlink()
+    (groups / "memory" / "memory.limit_in_bytes").write_text("52428800\n")
     assert hardware.memory_limit(tmp_path) == 52428800

@@ -321,6 +321,7 @@ def stand_in(small_model, tmp_path_factory):
         generation={"temperature": 0.0, "max_tokens": 40},
         chat={"type_ahead": False},
         server={"language": "en"},
+        profile="spaces",
     )
     program.gate = folder / "gate"
     yield program.until_up(503)
@@ -350,7 +351,7 @@ def test_a_stand_in_model_is_named_and_so_is_the_reason(open_page, stand_in):
     banner = page.tab.locator("#banner")
     playwright.expect(banner).to_contain_text(SMOLLM2.name)
     assert len(banner.inner_text()) > len(SMOLLM2.name) + 40
-    playwright.expect(page.tab.locator("#about")).to_contain_text(f"{SMOLLM2.name} · llama.cpp")
+    playwright.expect(page.tab.locator("#about")).to_contain_text(f"{SMOLLM2.name} · llama.cpp · profile spaces")
 
 
 def test_an_exception_in_the_engine_is_one_message_and_the_page_goes_on(open_page, stand_in):

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from qwen_chat import texts
+from qwen_chat.condense import Condensed, Size
+from qwen_chat.conversation import Prompt
 from qwen_chat.engine import State, Stats
 
 
@@ -69,15 +71,39 @@ def test_figures_are_one_line():
     assert chinese.figures(stats, 2048) == "首字 82 ms · 51 词元/秒 · 窗口 1,380 / 2,048 词元 · 复用 1,250"
 
 
-def test_figures_say_what_was_cut_and_what_is_out_of_view():
+def test_figures_say_what_was_cut_and_what_was_condensed():
     words = texts.preferred("en", None)
     slow = Stats(10, 0, 512, first_token_ms=2340, tokens_per_second=3.21, finish_reason="length")
-    assert words.figures(slow, 1024, dropped=1) == (
+    assert words.figures(slow, 1024, Condensed("", 12400, 900, 8)) == (
         "first token 2.3 s · 3.2 tokens/s · window 522 / 1,024 tokens · 0 reused"
-        " · stopped at the limit of 512 tokens · the first round is no longer in view"
+        " · stopped at the limit of 512 tokens · the message was condensed from 12,400 to 900 tokens in 8 parts"
     )
-    assert words.figures(slow, 1024, dropped=3).endswith("the first 3 rounds are no longer in view")
+    assert words.figures(slow, 1024, Condensed("", 1400, 900, 1)).endswith("from 1,400 to 900 tokens")
+
+
+def test_the_line_says_what_the_model_no_longer_sees():
+    english, chinese = texts.preferred("en", None), texts.preferred("zh", None)
+    assert english.out_of_view(Prompt([], 1)) == ""
+    assert english.out_of_view(Prompt([], 1, dropped=1)) == "The model no longer sees the first round"
+    assert english.out_of_view(Prompt([], 1, dropped=3)) == "The model no longer sees the first 3 rounds"
+    assert english.out_of_view(Prompt([], 1, dropped=3, note="x")) == "The model has a short note of the first 3 rounds"
+    assert chinese.out_of_view(Prompt([], 1, dropped=3)) == "最早的 3 轮对话，模型已看不到"
+
+
+def test_the_size_of_what_is_typed_is_told_once_it_is_noticeable():
+    words = texts.preferred("en", None)
+    assert words.size(Size(512, 2048, 1900, "fits")) == ""
+    assert words.size(Size(1240, 2048, 1900, "fits")) == "1,240 / 2,048 tokens"
+    assert words.size(Size(2000, 2048, 1900, "condensed")) == "2,000 / 2,048 tokens · will be condensed"
+    assert words.size(Size(2000, 2048, 1900, "refused")) == "2,000 / 2,048 tokens · too long by 100"
 
 
 def test_figures_leave_out_what_was_not_measured():
     assert texts.preferred("en", None).figures(Stats(10, 4, 0), 1024) == "window 10 / 1,024 tokens · 4 reused"
+
+
+def test_the_last_line_of_the_page_names_the_profile_in_force():
+    english, chinese = texts.preferred("en", None), texts.preferred("zh", None)
+    assert english.about("1.0", "qwen", "n100") == "qwen-chat 1.0 · qwen · llama.cpp · profile n100"
+    assert chinese.about("1.0", "qwen", "n100") == "qwen-chat 1.0 · qwen · llama.cpp · 设备配置 n100"
+    assert english.about("1.0", "qwen", None) == "qwen-chat 1.0 · qwen · llama.cpp"
