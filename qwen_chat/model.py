@@ -101,7 +101,7 @@ class Model:
             raise ModelError(f"{self.path.name}: no context of {params.n_ctx} tokens could be made{_because()}; a smaller runtime.n_ctx or runtime.parallel needs less memory")
         self._memory = llama_cpp.llama_get_memory(self._context)
         self.can_shift = self.can_cut and llama_cpp.llama_memory_can_shift(self._memory)
-        self._batch = _Batch(self.n_batch, n_seq)
+        self._batch = Batch(self.n_batch, n_seq)
         self._make_abortable()
 
     def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
@@ -224,7 +224,7 @@ class Model:
         return template.decode("utf-8", "replace")
 
 
-class _Batch:
+class Batch:
     """A llama_batch over numpy arrays, so that filling it is a few slice assignments."""
 
     def __init__(self, n_tokens: int, n_seq: int):

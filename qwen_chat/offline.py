@@ -11,12 +11,12 @@ import llama_cpp
 import numpy as np
 
 from .hardware import usable_cores
-from .model import Model, ModelError, _Batch, load_cpu_code
+from .model import Batch, Model, ModelError, load_cpu_code
 
 FTYPES = {
     name.removeprefix("LLAMA_FTYPE_").removeprefix("MOSTLY_").removeprefix("ALL_"): value
     for name, value in vars(llama_cpp.llama_cpp).items()
-    if name.startswith(("LLAMA_FTYPE_MOSTLY_", "LLAMA_FTYPE_ALL_"))
+    if name.startswith(("LLAMA_FTYPE_MOSTLY_", "LLAMA_FTYPE_ALL_")) and not name.endswith("NVFP4")  # which it reads, but does not make
 }
 TYPES = {
     name.removeprefix("GGML_TYPE_"): value
@@ -27,7 +27,6 @@ FLOATS = ("F32", "F16", "BF16")
 WINDOW = 512  # tokens of a text that are read together
 CHUNK = 64  # tokens computed at once: the logits of more would take hundreds of MB
 BUFFERED = 1 << 30  # bytes of a tensor that the quantiser holds at once
-TIED = 0.98  # cosine from which two matrices are one: 4 bits keep 0.995 of the cosine, matrices trained apart have far less
 
 
 class _Tensor(ctypes.Structure):
@@ -50,21 +49,8 @@ _Tensor._fields_ = [
 ]
 
 
-class _Traits(ctypes.Structure):
-    """ggml.h: struct ggml_type_traits, up to what is read here."""
-
-    _fields_ = [
-        ("type_name", ctypes.c_char_p),
-        ("blck_size", ctypes.c_int64),
-        ("blck_size_interleave", ctypes.c_int64),
-        ("type_size", ctypes.c_size_t),
-        ("is_quantized", ctypes.c_bool),
-        ("to_float", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)),
-    ]
-
-
 class _GgufParams(ctypes.Structure):
-    _fields_ = [("no_alloc", ctypes.c_bool), ("ctx", ctypes.POINTER(ctypes.c_void_p))]
+    _fields_ = [("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p)]
 
 
 def _ggml(name: str, result, *arguments):
@@ -100,7 +86,7 @@ class Scorer(Model):
         if not self._context:
             raise ModelError(f"{path.name}: no context of {WINDOW} tokens could be made")
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self._batch = _Batch(CHUNK, 1)
+        self._batch = Batch(CHUNK, 1)
 
     def score(self, tokens: list[int]) -> Iterator[np.ndarray]:
         """The logits after each token of a text, from its start, in pieces of shape (at most CHUNK, n_vocab), float32.
@@ -188,80 +174,19 @@ class Activations:
 # Files
 
 
-class Gguf:
-    """The tensors of a GGUF file, in memory. Use as a context manager. Raises ModelError for a file that is none."""
-
-    def __init__(self, path: Path, data: bool = True):
-        self._context = ctypes.c_void_p()
-        self._file = _ggml("gguf_init_from_file", _pointer, _text, _GgufParams)(
-            str(path).encode(), _GgufParams(not data, ctypes.pointer(self._context)))
-        if not self._file:
-            raise ModelError(f"{path.name}: not a GGUF file that llama.cpp can read")
-
-    def __enter__(self) -> "Gguf":
-        return self
-
-    def __exit__(self, *_) -> None:
-        _ggml("gguf_free", None, _pointer)(self._file)
-        _ggml("ggml_free", None, _pointer)(self._context)
-
-    def types(self) -> dict[str, str]:
-        """The type of each tensor by its name."""
-        names = {value: name for name, value in TYPES.items()}
-        return {name: names.get(self._tensor(name).type, "?") for name in self._names()}
-
-    def _names(self) -> Iterator[str]:
-        for number in range(_ggml("gguf_get_n_tensors", _count, _pointer)(self._file)):
-            yield _ggml("gguf_get_tensor_name", _text, _pointer, _count)(self._file, number).decode()
-
-    def _address(self, name: str) -> int | None:
-        return _ggml("ggml_get_tensor", _pointer, _pointer, _text)(self._context, name.encode())
-
-    def _tensor(self, name: str) -> _Tensor:
-        return ctypes.cast(self._address(name), ctypes.POINTER(_Tensor)).contents
-
-    def rows(self, name: str, numbers: range) -> np.ndarray:
-        """Some rows of a matrix as float32."""
-        tensor = self._tensor(name)
-        out = np.empty((len(numbers), tensor.ne[0]), np.float32)
-        for row, number in zip(out, numbers):
-            start = tensor.data + number * tensor.nb[1]
-            if tensor.type == TYPES["F32"]:
-                ctypes.memmove(row.ctypes.data, start, row.nbytes)
-            else:
-                traits = _ggml("ggml_get_type_traits", ctypes.POINTER(_Traits), ctypes.c_int)(tensor.type)
-                traits.contents.to_float(start, row.ctypes.data, len(row))
-        return out
-
-    def says_words_twice(self) -> bool:
-        """Whether the file holds the embedding matrix a second time, as output.weight: of a model whose two are tied."""
-        if not (self._address("output.weight") and self._address("token_embd.weight")):
-            return False
-        ours, other = self._tensor("output.weight"), self._tensor("token_embd.weight")
-        if list(ours.ne) != list(other.ne):
-            return False
-        numbers = range(0, ours.ne[1], max(1, ours.ne[1] // 64))
-        a, b = (self.rows(name, numbers).ravel() for name in ("output.weight", "token_embd.weight"))
-        return float(a @ b) > TIED * float(np.linalg.norm(a) * np.linalg.norm(b))
-
-    def write_tied(self, path: Path) -> None:
-        """Writes the file with one matrix for both: the output's, which is at least as exact. Raises OSError."""
-        new = _ggml("gguf_init_empty", _pointer)()
-        try:
-            _ggml("gguf_set_kv", None, _pointer, _pointer)(new, self._file)
-            rename = _ggml("ggml_set_name", _pointer, _pointer, _text)
-            for name in list(self._names()):
-                if name == "token_embd.weight":
-                    continue
-                address = self._address(name)
-                if name == "output.weight":
-                    rename(self._address("token_embd.weight"), b"-")
-                    rename(address, b"token_embd.weight")
-                _ggml("gguf_add_tensor", None, _pointer, _pointer)(new, address)
-            if not _ggml("gguf_write_to_file", ctypes.c_bool, _pointer, _text, ctypes.c_bool)(new, str(path).encode(), False):
-                raise OSError(f"{path} could not be written")
-        finally:
-            _ggml("gguf_free", None, _pointer)(new)
+def tensor_types(path: Path) -> dict[str, str]:
+    """The type of each tensor in a GGUF file, by its name. Raises ModelError for a file that is none."""
+    file = _ggml("gguf_init_from_file", _pointer, _text, _GgufParams)(str(path).encode(), _GgufParams(True, None))
+    if not file:
+        raise ModelError(f"{path.name}: not a GGUF file that llama.cpp can read")
+    count = _ggml("gguf_get_n_tensors", _count, _pointer)(file)
+    name = _ggml("gguf_get_tensor_name", _text, _pointer, _count)
+    kind = _ggml("gguf_get_tensor_type", ctypes.c_int, _pointer, _count)
+    names = {value: name for name, value in TYPES.items()}
+    try:
+        return {name(file, number).decode(): names.get(kind(file, number), "?") for number in range(count)}
+    finally:
+        _ggml("gguf_free", None, _pointer)(file)
 
 
 def quantize(source: Path, target: Path, ftype: str, overrides: dict[str, str], importance: dict[str, np.ndarray],

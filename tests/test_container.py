@@ -293,6 +293,15 @@ def test_a_mounted_model_is_used(run, small_model, tmp_path):
     assert container.health()[1]["model"] == "other"
 
 
+def test_the_weights_can_be_quantised_on_the_way(docker, small_model, run, tmp_path):
+    context = _context(tmp_path / "context")
+    shutil.copy(small_model, context / "models" / "small.gguf")
+    container = run(*CAREFUL, image=docker.build("qwen-chat-test-quant", context, "--build-arg", "QUANT=cpu")).until_up()
+    assert container.health()[1]["model"] == "small-cpu"
+    assert container.python("import os; print(os.listdir('/app/models'))") == "['small-cpu.gguf']"
+    assert _ask(container, "What is the capital of France?").strip()
+
+
 def test_nothing_is_in_it_that_a_chat_does_not_need(docker, image):
     code = """
 import glob, importlib.util, os, pathlib, shutil
