@@ -287,7 +287,7 @@ def read_shape(path: Path) -> Shape | None:
     or is broken, which loading it will tell better."""
     llama_cpp.llama_log_set(_to_logging, ctypes.c_void_p(0))
     try:
-        gguf = _Gguf(path)
+        gguf = Gguf(path)
     except AttributeError:  # on Windows a library does not lend the functions of those it uses
         return None
     try:
@@ -296,7 +296,7 @@ def read_shape(path: Path) -> Shape | None:
         gguf.close()
 
 
-def _shape(gguf: "_Gguf", path: Path) -> Shape | None:
+def _shape(gguf: "Gguf", path: Path) -> Shape | None:
     architecture = gguf.text("general.architecture")
 
     def values(name: str, default: int = 0) -> list[int]:
@@ -317,7 +317,7 @@ def _shape(gguf: "_Gguf", path: Path) -> Shape | None:
     )
 
 
-class _Gguf:
+class Gguf:
     """llama.cpp's reader of GGUF headers (gguf.h), which its Python binding leaves out."""
 
     class Params(ctypes.Structure):
@@ -330,6 +330,8 @@ class _Gguf:
         "get_arr_type": (ctypes.c_int, ctypes.c_int64), "get_arr_n": (ctypes.c_size_t, ctypes.c_int64),
         "get_arr_data": (ctypes.c_void_p, ctypes.c_int64), "find_tensor": (ctypes.c_int64, ctypes.c_char_p),
         "get_tensor_size": (ctypes.c_size_t, ctypes.c_int64), "get_data_offset": (ctypes.c_size_t,), "free": (None,),
+        "get_n_tensors": (ctypes.c_int64,), "get_tensor_name": (ctypes.c_char_p, ctypes.c_int64),
+        "get_tensor_type": (ctypes.c_int, ctypes.c_int64), "get_tensor_offset": (ctypes.c_size_t, ctypes.c_int64),
     }
 
     def __init__(self, path: Path):

@@ -11,7 +11,7 @@ import llama_cpp
 import numpy as np
 
 from .hardware import usable_cores
-from .model import Batch, Model, ModelError, load_cpu_code
+from .model import Batch, Gguf, Model, ModelError, load_cpu_code
 
 FTYPES = {
     name.removeprefix("LLAMA_FTYPE_").removeprefix("MOSTLY_").removeprefix("ALL_"): value
@@ -49,10 +49,6 @@ _Tensor._fields_ = [
 ]
 
 
-class _GgufParams(ctypes.Structure):
-    _fields_ = [("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p)]
-
-
 def _ggml(name: str, result, *arguments):
     """A function of ggml, which llama.cpp's library brings along."""
     function = getattr(llama_cpp.llama_cpp._lib, name)
@@ -60,7 +56,7 @@ def _ggml(name: str, result, *arguments):
     return function
 
 
-_pointer, _text, _count = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64
+_pointer, _text = ctypes.c_void_p, ctypes.c_char_p
 
 
 class Scorer(Model):
@@ -176,17 +172,20 @@ class Activations:
 
 def tensor_types(path: Path) -> dict[str, str]:
     """The type of each tensor in a GGUF file, by its name. Raises ModelError for a file that is none."""
-    file = _ggml("gguf_init_from_file", _pointer, _text, _GgufParams)(str(path).encode(), _GgufParams(True, None))
-    if not file:
-        raise ModelError(f"{path.name}: not a GGUF file that llama.cpp can read")
-    count = _ggml("gguf_get_n_tensors", _count, _pointer)(file)
-    name = _ggml("gguf_get_tensor_name", _text, _pointer, _count)
-    kind = _ggml("gguf_get_tensor_type", ctypes.c_int, _pointer, _count)
-    names = {value: name for name, value in TYPES.items()}
     try:
-        return {name(file, number).decode(): names.get(kind(file, number), "?") for number in range(count)}
+        file = Gguf(path)
+    except AttributeError:  # as in model.read_shape
+        raise ModelError("on Windows this works in WSL2 only") from None
+    if not file.handle:
+        raise ModelError(f"{path.name}: not a GGUF file that llama.cpp can read")
+    kinds = {value: name for name, value in TYPES.items()}
+    try:
+        return {
+            file.call("get_tensor_name", number).decode(): kinds.get(file.call("get_tensor_type", number), "?")
+            for number in range(file.call("get_n_tensors"))
+        }
     finally:
-        _ggml("gguf_free", None, _pointer)(file)
+        file.close()
 
 
 def quantize(source: Path, target: Path, ftype: str, overrides: dict[str, str], importance: dict[str, np.ndarray],
@@ -196,10 +195,10 @@ def quantize(source: Path, target: Path, ftype: str, overrides: dict[str, str], 
     `overrides` are types by patterns of tensor names; with any, all other tensors get the type of `ftype` itself.
     Cannot be interrupted: run it in a process of its own.
     """
-    log = llama_cpp.llama_log_callback(lambda level, text, _: on_line(level, text.decode("utf-8", "replace")))
-    llama_cpp.llama_log_set(log, ctypes.c_void_p(0))
     load_cpu_code()
     llama_cpp.llama_backend_init()
+    log = llama_cpp.llama_log_callback(lambda level, text, _: on_line(level, text.decode("utf-8", "replace")))
+    llama_cpp.llama_log_set(log, ctypes.c_void_p(0))
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype, params.nthread = FTYPES[ftype], n_threads
     params.allow_requantize = True

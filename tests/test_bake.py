@@ -3,7 +3,11 @@
 import hashlib
 import json
 import os
+import re
 import runpy
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -191,3 +195,12 @@ def test_an_unknown_quantisation_ends_the_build(bake, give, tmp_path):
     bake()
     with pytest.raises(SystemExit, match="QUANT: type 'Q4_KM' found; did you mean Q4_K_M"):
         runpy.run_path(str(BAKE))["quantize"]("Q4_KM", tmp_path / "app", tmp_path / "out")
+
+
+def test_the_stage_that_quantises_has_the_code_it_needs(tmp_path):
+    root = BAKE.parent.parent
+    stage = (root / "Dockerfile").read_text().split("AS weights-quantized")[1].split("\nFROM ")[0]
+    (tmp_path / "qwen_chat").mkdir()
+    for name in re.findall(r"qwen_chat/[\w.]+", stage):
+        shutil.copy(root / name, tmp_path / name)
+    subprocess.run([sys.executable, "-c", "import qwen_chat.quantize as q; assert q.samples.CALIBRATION.exists()"], cwd=tmp_path, check=True)

@@ -1,6 +1,5 @@
 """The quantiser: the mix for CPUs, the importance matrix, and everything that can go wrong. On the real small model."""
 
-import ctypes
 import re
 import resource
 import shutil
@@ -18,8 +17,8 @@ import pytest
 from qwen_chat import __main__ as tools
 from qwen_chat import quantize, samples, weights
 from qwen_chat.config import Config, Model, Runtime
-from qwen_chat.model import ModelError
-from qwen_chat.offline import FTYPES, TYPES, Activations, Scorer, _ggml, _GgufParams, tensor_types, quantize as llama_quantize
+from qwen_chat.model import Gguf, ModelError
+from qwen_chat.offline import FTYPES, TYPES, Activations, Scorer, tensor_types, quantize as llama_quantize
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = "The tide turns twice a day. 潮水一天涨落两次。\n- first item\n- second item\nprint('hello')\n"
@@ -102,11 +101,9 @@ def test_every_quantised_weight_has_its_importance(small_model, calibration):
 
 def tensor(file: Path, name: str, kind: np.dtype) -> np.ndarray:
     """The content of a file from the first byte of a tensor on."""
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    gguf = _ggml("gguf_init_from_file", pointer, ctypes.c_char_p, _GgufParams)(str(file).encode(), _GgufParams(True, None))
-    index = _ggml("gguf_find_tensor", number, pointer, ctypes.c_char_p)(gguf, name.encode())
-    start = _ggml("gguf_get_data_offset", ctypes.c_size_t, pointer)(gguf) + _ggml("gguf_get_tensor_offset", ctypes.c_size_t, pointer, number)(gguf, index)
-    _ggml("gguf_free", None, pointer)(gguf)
+    gguf = Gguf(file)
+    start = gguf.call("get_data_offset") + gguf.call("get_tensor_offset", gguf.call("find_tensor", name.encode()))
+    gguf.close()
     return np.memmap(file, kind, "r", start, ((file.stat().st_size - start) // kind.itemsize,))
 
 
