@@ -170,12 +170,26 @@ def importance(file: Path, runtime, calibration: Path) -> dict[str, np.ndarray]:
     try:
         texts = samples.windows(calibration, model, offline.WINDOW)
         print(f"Measuring which weights matter, over {sum(map(len, texts)):,} tokens of {calibration.name}")
-        for tokens in _bar(texts, "measuring", len(texts)):
-            for _ in model.score(tokens):
-                pass
+        with _interrupts_noted() as noted:
+            for tokens in _bar(texts, "measuring", len(texts)):
+                for _ in model.score(tokens):
+                    if noted:
+                        raise KeyboardInterrupt
     finally:
         model.close()
     return seen.means()
+
+
+@contextmanager
+def _interrupts_noted():
+    """Gives a list that grows when someone wants to stop us: an exception raised within llama.cpp's callback would be lost."""
+    noted: list[int] = []
+    handlers = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield noted
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def answer(file: Path, config) -> str:

@@ -40,8 +40,8 @@ def made(small_model, calibration, tmp_path_factory):
     return target
 
 
-def command(*arguments, **options) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-m", "qwen_chat", "quantize", *map(str, arguments)], cwd=ROOT, text=True,
+def command(*arguments, python=(), **options) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, *python, "-m", "qwen_chat", "quantize", *map(str, arguments)], cwd=ROOT, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
 
@@ -272,6 +272,17 @@ def test_an_interrupt_leaves_nothing_behind(small_model, tmp_path, stop):
     assert process.returncode == tools.INTERRUPTED and "Interrupted." in error and "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
     assert children and psutil.wait_procs(children, timeout=60)[1] == []
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_counts_while_importance_is_measured(small_model, tmp_path, stop):
+    process = command(small_model, "--output", tmp_path / "x.gguf", python=["-u"])
+    while not process.stdout.readline().startswith("Measuring"):
+        assert process.poll() is None, process.communicate()
+    process.send_signal(stop)
+    said, error = process.communicate(timeout=120)
+    assert process.returncode == tools.INTERRUPTED and "Traceback" not in error and "Quantising" not in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_that_answers_nothing_is_not_kept(run, small_model, tmp_path, monkeypatch):
