@@ -10,6 +10,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
+HERE = Path(__file__).parent
 SHOTS = {
     "page-en": ("en-US", "light", "Write a haiku about a small computer."),
     "page-zh": ("zh-CN", "dark", "帮我写一首关于春天的诗"),
@@ -30,7 +31,11 @@ def main(url: str) -> None:
             page.get_by_test_id("stop-button").wait_for()
             page.get_by_test_id("stop-button").wait_for(state="detached", timeout=120_000)
             page.wait_for_timeout(500)
-            page.screenshot(path=Path(__file__).parent / f"{name}.png")
+            page.screenshot(path=HERE / f"{name}.png")
+            if name == "page-en":
+                page.get_by_role("tab", name="Performance").click()
+                page.wait_for_timeout(2500)
+                page.screenshot(path=HERE / "view-en.png")
         browser.close()
 
 
