@@ -60,6 +60,8 @@ async def respond(message: str, history: list[dict], settings, request: gr.Reque
         await engine.wait_ready()
         messages, session = [*history, {"role": "user", "content": message}], request.session_hash
         talk, short = conversation.under(settings), condenser.under(settings)
+        if talk.longest() < 1:
+            raise EngineError(words("system_too_long"))
         fitted = short.on(messages, session)
         async with aclosing(fitted.parts()) as parts:
             async for part in parts:

@@ -265,6 +265,9 @@ def load_or_exit(file: str | os.PathLike | None = None, **options) -> Config:
         sys.exit(2)
 
 
+FULL_WIDTH = re.compile(r"^[ \t]*(?:- )?(?P<key>[a-z_]+)：", re.MULTILINE)  # where a key's colon came from a Chinese keyboard
+
+
 class _Loader(yaml.SafeLoader):
     """YAML's safe loader, which also refuses a key that stands twice."""
 
@@ -272,6 +275,8 @@ class _Loader(yaml.SafeLoader):
 def _mapping_without_duplicates(loader: _Loader, node: yaml.MappingNode) -> dict:
     seen = {}
     for key_node, _ in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            continue
         key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, (str, int, float, bool, type(None))):
             raise yaml.constructor.ConstructorError(None, None, "a key must be plain text", key_node.start_mark)
@@ -299,6 +304,9 @@ def _read(file: Path) -> dict:
     try:
         settings = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
+        if wide := FULL_WIDTH.search(text):
+            line = text.count("\n", 0, wide.start()) + 1
+            raise ConfigError([f"{file.name}: line {line}: {wide['key']}： found, with a full-width colon; allowed: {wide['key']}: with a plain colon and a space"])
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         problem = re.sub(r"(alias|anchor|tag) '.*'", r"\1", error.problem or error.context)  # it may be part of a password

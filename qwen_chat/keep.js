@@ -22,8 +22,13 @@
       say("");
     } catch {
       say(word("store_full"));
+      const below = document.querySelector("#attach [role=alert]"); // the drawer may be closed
+      if (below) below.textContent = word("store_full");
+      return false;
+    } finally {
+      list();
     }
-    list();
+    return true;
   };
   const change = (id, edit) => write(all().map((each) => (each.id === id ? { ...each, ...edit } : each)));
 
@@ -48,10 +53,12 @@
 
   let id = sessionStorage.getItem(OPEN) || null;
   let deleted = false; // the conversation that is still shown was
+  let seen = 0; // when this tab last read or wrote it
   let wanted = null; // what the next turn opens
   const turnTo = (next) => {
     wanted = next;
     document.querySelector("#turn").click();
+    if (matchMedia("(max-width: 768px)").matches) document.querySelector("#side.open .toggle-button")?.click();
   };
   const remember = () => {
     try {
@@ -63,21 +70,36 @@
     deleted = false;
     remember();
     const found = all().find((each) => each.id === id);
+    seen = found?.at ?? 0;
     list();
     return found ? found.messages.map(shown) : [];
   };
 
+  // Everything in it was taken back.
+  const drop = () => {
+    if (!id) return;
+    write(all().filter((each) => each.id !== id));
+    id = null;
+    remember();
+  };
+
   window.keptChats = {
     save(chat) {
-      if (!chat.length || deleted) return;
+      if (deleted) return;
+      if (!chat.length) return drop();
       const messages = chat.map(kept);
       const others = all();
-      const before = others.find((each) => each.id === id);
+      let before = others.find((each) => each.id === id);
       if (before && JSON.stringify(before.messages) === JSON.stringify(messages)) return;
+      if (before && before.at !== seen) {
+        id = null; // another tab went on with it in its own way: both are kept
+        before = undefined;
+      }
       id ??= crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
       remember();
       const title = before?.named ? before.title : titleOf(messages);
-      write([...others.filter((each) => each.id !== id), { ...before, id, title, at: Date.now(), messages }]);
+      seen = Math.max(Date.now(), seen + 1);
+      write([...others.filter((each) => each.id !== id), { ...before, id, title, at: seen, messages }]);
     },
     // The chat that takes the place of this one: the one that was chosen, else an empty one.
     next() {
@@ -122,7 +144,7 @@
       if (event.key === "Escape") end(false);
     };
     item.replaceChildren(field);
-    field.focus();
+    field.select();
   };
   const remove = (item, each) => {
     const yes = button("yes", word("yes"), () => {
@@ -142,6 +164,7 @@
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 60000);
   };
+  const fileName = ({ title }) => `${title.replace(/[\\/:*?"<>|…]+/g, " ").trim() || "conversation"}.md`;
   const MARK = /^<!-- qwen-chat (user|assistant|notice) -->$/;
   const asMarkdown = ({ title, messages }) => {
     const body = messages.map(({ role, kind, text }) => {
@@ -160,7 +183,7 @@
     }
     if (!messages.length) throw new Error("no messages");
     const title = first.replace(/^# /, "");
-    return [{ title, messages: messages.map(({ kind, lines }) => ({
+    return [{ title, named: true, messages: messages.map(({ kind, lines }) => ({
       role: kind === "user" ? "user" : "assistant",
       ...(kind === "notice" && { kind }),
       text: lines.slice(2, -1).join("\n").replace(/\n$/, ""),
@@ -195,8 +218,7 @@
       at: Number.isFinite(at) ? at : Date.now() - i,
       messages: messages.map(clean),
     }));
-    write([...taken, ...all()]);
-    if (all().length) say(word("imported", { count: taken.length }));
+    if (write([...taken, ...all()])) say(word("imported", { count: taken.length }));
   };
 
   // Drawing
@@ -223,7 +245,7 @@
       element("ul"),
       element("p", { className: "say", role: "status" }),
       element("div", { className: "files" },
-        button("md", word("export_md"), () => current() && save("conversation.md", "text/markdown", asMarkdown(current()))),
+        button("md", word("export_md"), () => current() ? save(fileName(current()), "text/markdown", asMarkdown(current())) : say(word("nothing_open"))),
         button("json", word("export_json"), () => save("conversations.json", "application/json", JSON.stringify({ format: FORMAT, conversations: all() }, null, 1))),
         button("import", word("import"), () => file.click()), file),
     );
@@ -235,5 +257,12 @@
     build(place);
   });
   waiting.observe(document, { childList: true, subtree: true });
-  window.addEventListener("storage", ({ key }) => key === STORE && list());
+  window.addEventListener("storage", ({ key }) => {
+    if (key !== STORE) return;
+    if (seen && !deleted && !all().some((each) => each.id === id)) {
+      deleted = true;
+      say(word("deleted_elsewhere"));
+    }
+    list();
+  });
 })();

@@ -91,6 +91,8 @@ class Model:
         params.n_seq_max = n_seq
         params.n_outputs_max = n_seq
         params.n_threads, params.n_threads_batch = n_threads, n_threads_batch
+        if runtime.kv_type != "f16" and not runtime.flash_attn:
+            log.warning("runtime.flash_attn: false does not count with kv_type %s, which needs it", runtime.kv_type)
         params.flash_attn_type = int(runtime.flash_attn or runtime.kv_type != "f16")
         params.type_k = params.type_v = KV_TYPES[runtime.kv_type]
         params.kv_unified = True

@@ -113,6 +113,7 @@
   window.chatPage = {
     send(text, chat) {
       if (answering()) return [];
+      remember(DRAFT, "");
       if (text.trim()) return begin([...plain(chat), question(text)], { ...STOP, value: "" });
       return fromUser(chat.at(-1)) ? begin(chat, STOP) : [];
     },
@@ -223,6 +224,17 @@
     }
   };
   document.addEventListener("keydown", pressed);
+
+  // A page that goes away in the middle of an answer keeps what was written of it.
+  const leave = () => {
+    const rows = [...document.querySelectorAll("#chat .bot-row")], row = rows.at(-1);
+    if (fromUser(drawn.at(-1)) && rows.length === drawn.filter((message) => !fromUser(message)).length) return; // not begun
+    const text = row?.querySelector(".status") ? "" : row?.querySelector("[data-testid=bot]")?.innerText.trim();
+    if (!answering() || !text || !drawn.length) return;
+    const written = { role: "assistant", content: [{ type: "text", text }], metadata: { log: "" }, options: null };
+    window.keptChats.save(withMore([...unanswered(drawn), written]));
+  };
+  addEventListener("pagehide", leave);
 
   // Names for what has only a picture.
   const named = () => {

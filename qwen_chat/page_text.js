@@ -64,7 +64,7 @@
         insert(fenced(file.name, await read(file)));
       } catch (error) {
         if (!(error instanceof Refused)) throw error;
-        say(error.message.replace("{name}", file.name));
+        say(error.message.replace("{name}", () => file.name));
       }
     }
   };

@@ -22,7 +22,7 @@ EN = {
     "condensed": ("the message was condensed from {before} to {after} tokens", "the message was condensed from {before} to {after} tokens in {parts} parts"),
     "size": "{size} / {window} tokens",
     "will_condense": "{size} / {window} tokens · will be condensed",
-    "will_refuse": "{size} / {window} tokens · too long by {excess}",
+    "will_refuse": "{size} tokens · at most {limit}, {excess} too many",
     "attach": "Add a text file",
     "file_binary": "{name} is not a text file.",
     "file_large": "{name} is too large: at most 1 MB.",
@@ -67,6 +67,7 @@ EN = {
     "view_time": ("{minutes} min", "{hours} h {minutes} min", "{days} d {hours} h"),
     "and": " · ",
     "continue": "Continue",
+    "system_too_long": "The system prompt in the settings is too long for the window. Please shorten it.",
     "no_room": "The window is full: there is no room left to go on. Ask in a new message instead.",
     "setting": "These settings cannot be used: {faults}",
     "settings": "Settings of this tab",
@@ -93,6 +94,8 @@ EN = {
     "kept": "Conversations",
     "kept_where": "Kept in this browser alone",
     "none_kept": "None yet",
+    "nothing_open": "No conversation is open",
+    "deleted_elsewhere": "This conversation was deleted in another tab. It is not kept any more.",
     "untitled": "Untitled",
     "rename": "Rename",
     "delete": "Delete",
@@ -135,7 +138,7 @@ ZH = {
     "condensed": ("消息已从 {before} 个词元压缩到 {after} 个", "消息已分 {parts} 部分从 {before} 个词元压缩到 {after} 个"),
     "size": "{size} / {window} 词元",
     "will_condense": "{size} / {window} 词元 · 将先分段压缩",
-    "will_refuse": "{size} / {window} 词元 · 超出 {excess} 个",
+    "will_refuse": "{size} 词元 · 上限 {limit}，超出 {excess} 个",
     "attach": "添加文本文件",
     "file_binary": "{name} 不是文本文件。",
     "file_large": "{name} 太大，最大 1 MB。",
@@ -180,6 +183,7 @@ ZH = {
     "view_time": ("{minutes} 分钟", "{hours} 小时 {minutes} 分钟", "{days} 天 {hours} 小时"),
     "and": " · ",
     "continue": "继续",
+    "system_too_long": "设置里的系统提示太长，窗口放不下。请缩短它。",
     "no_room": "窗口已满，没有空间继续写了。请另发一条消息。",
     "setting": "这些设置不能使用：{faults}",
     "settings": "本标签页的设置",
@@ -206,6 +210,8 @@ ZH = {
     "kept": "历史对话",
     "kept_where": "只保存在这个浏览器里",
     "none_kept": "还没有",
+    "nothing_open": "没有打开的对话",
+    "deleted_elsewhere": "这个对话已在另一个标签页中删除，不再保存。",
     "untitled": "无标题",
     "rename": "重命名",
     "delete": "删除",
@@ -311,7 +317,7 @@ class Words:
         if size.fate == "fits" and size.tokens <= size.window // 4:
             return ""
         key = {"fits": "size", "condensed": "will_condense", "refused": "will_refuse"}[size.fate]
-        return self(key, size=f"{size.tokens:,}", window=f"{size.window:,}", excess=f"{size.tokens - size.limit:,}")
+        return self(key, size=f"{size.tokens:,}", window=f"{size.window:,}", limit=f"{size.limit:,}", excess=f"{size.tokens - size.limit:,}")
 
     def out_of_view(self, prompt) -> str:
         """The label of the line below which the model sees the chat."""

@@ -322,6 +322,8 @@ class ChatPage(gr.ChatInterface):
         return [_message("user", example.value["text"])]
 
     def _edited(self, edit: gr.EditData, chat: list[dict]):
+        if not edit.value.strip():
+            return chat
         return chat[: edit.index] + [_message("user", edit.value)]
 
     def _as_it_is(self, chat: list[dict]):

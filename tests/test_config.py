@@ -309,3 +309,15 @@ def test_what_a_tab_sets_is_checked_against_what_is_in_force(text, tmp_path):
     assert preferences.applied(loaded, {"max_tokens": 200}).generation.max_tokens == 200
     with pytest.raises(ConfigError, match=r"generation.max_tokens: 300 found; allowed: at most half of runtime.n_ctx \(512\)"):
         preferences.applied(loaded, {"max_tokens": 300})
+
+
+def test_a_colon_of_a_chinese_keyboard_is_named(tmp_path):
+    said = faults("runtime:\n  n_ctx：1024\n  parallel: 1\n", tmp_path)
+    assert said == ["config.yaml: line 2: n_ctx： found, with a full-width colon; allowed: n_ctx: with a plain colon and a space"]
+
+
+def test_yaml_may_share_settings_by_a_merge_key(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("profile: b\nprofiles:\n  a: &a {runtime: {n_ctx: 1024}}\n  b:\n    <<: *a\n    generation: {max_tokens: 100}\n")
+    read = config.load(file, {})
+    assert (read.runtime.n_ctx, read.generation.max_tokens) == (1024, 100)

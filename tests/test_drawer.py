@@ -201,11 +201,97 @@ def test_what_was_typed_and_not_sent_survives_a_reload(page):
     expect(page.box).to_have_value("Not yet sent")
 
 
+def test_what_was_sent_does_not_come_back_into_the_box(page):
+    page.ask("Say hello")
+    page.reload()
+    expect(page.users).to_have_text(["Say hello"])
+    assert page.box.input_value() == ""
+
+
+def test_a_reload_in_the_middle_of_an_answer_keeps_what_was_written(page):
+    settings(page).get_by_label("number input for Longest answer").fill("400")
+    page.box.focus()
+    page.send(STORY)
+    page.growing()
+    begun = page.answer
+    page.reload()
+    expect(page.users).to_have_text([STORY])
+    until(lambda: page.bots.count() == 1)
+    assert page.answer.startswith(begun[:20])
+    page.button("Continue").click()
+    until(lambda: len(page.answer) > len(begun) + 5)
+    page.stop()
+
+
+def test_two_tabs_that_go_on_with_one_conversation_keep_both(page):
+    page.ask("Say hello")
+    other = page.tab.context.new_page()
+    other.goto(page.tab.url)
+    other.locator("#side .toggle-button").click()
+    other.locator("#kept .open").click()
+    expect(other.get_by_test_id("user")).to_have_count(1)
+    page.ask("Thank you")
+    box = other.locator("#box textarea")
+    box.fill("Good bye")
+    box.press("Enter")
+    expect(other.locator("#kept .open")).to_have_count(2)
+    stored = json.loads(page.tab.evaluate("localStorage.getItem('qwen-chat.conversations')"))
+    asked = sorted([message["text"] for message in each["messages"] if message["role"] == "user"] for each in stored)
+    assert asked == [["Say hello", "Good bye"], ["Say hello", "Thank you"]]
+
+
+def test_what_was_deleted_in_another_tab_does_not_come_back(page):
+    page.ask("Say hello")
+    other = page.tab.context.new_page()
+    other.goto(page.tab.url)
+    other.locator("#side .toggle-button").click()
+    other.get_by_role("button", name="Delete").click()
+    other.get_by_role("button", name="Yes").click()
+    drawer(page)
+    expect(page.tab.locator("#kept .say")).to_contain_text("deleted in another tab")
+    page.ask("Thank you")
+    assert titles(page) == []
+
+
+def test_a_conversation_that_was_taken_back_whole_is_gone(page):
+    page.ask("Say hello")
+    page.button("Undo").click()
+    until(lambda: page.users.count() == 0)
+    page.reload()
+    drawer(page)
+    assert titles(page) == [] and page.users.count() == 0
+
+
+def test_a_question_is_not_edited_to_nothing(page):
+    answer = page.ask("Say hello")
+    page.tab.get_by_role("button", name="Edit").first.click()
+    page.tab.locator(".edit-textarea").fill("   ")
+    page.tab.get_by_role("button", name="Submit").first.click()
+    page.finish()
+    assert page.users.all_inner_texts() == ["Say hello"] and page.answer == answer
+
+
+def test_on_a_phone_the_drawer_closes_when_something_was_chosen(open_page, program):
+    page = open_page(program, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    page.ask("Say hello")
+    drawer(page).locator(".new").click()
+    until(lambda: page.users.count() == 0)
+    expect(page.tab.locator("#side")).not_to_have_class(re.compile(r"\bopen\b"))
+    page.ask("Thank you")
+
+
+def test_a_system_prompt_that_fills_the_window_is_told_as_that(page):
+    settings(page).get_by_label("System prompt").fill("字" * 3000)
+    page.ask("Hello")
+    assert page.answer == "No answer: The system prompt in the settings is too long for the window. Please shorten it."
+
+
 def test_a_full_storage_is_said_and_the_chat_goes_on(page):
     page.tab.evaluate("() => { Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }; }")
     drawer(page)
     assert page.ask("Say hello")
     expect(page.tab.locator("#kept .say")).to_contain_text("storage is full")
+    expect(page.tab.locator("#attach [role=alert]")).to_contain_text("storage is full")
 
 
 # Settings
@@ -263,13 +349,15 @@ def test_a_value_out_of_range_is_brought_back(page, program):
 
 def test_programs_may_set_the_same_and_are_told_what_is_allowed(program):
     from gradio_client import Client
-    from gradio_client.exceptions import AppError
 
     client = Client(program.url, verbose=False)
     client.predict(STORY, max_tokens=7, api_name="/chat")
     assert program.answers[-1]["answer"] == 7
-    with pytest.raises(AppError, match="Value -7 is less than minimum value -1"):
-        client.predict("Hello", seed=-7, api_name="/chat")
+    said = client.predict("Hello", seed=-7, temperature=9, api_name="/chat")
+    assert said == (
+        "These settings cannot be used: generation.temperature: 9 found; allowed: a number from 0 to 2; "
+        "runtime.seed: -7 found; allowed: a whole number from -1 to 4294967294"
+    )
 
 
 # Answers that go on

@@ -95,7 +95,7 @@ def test_the_size_of_what_is_typed_is_told_once_it_is_noticeable():
     assert words.size(Size(512, 2048, 1900, "fits")) == ""
     assert words.size(Size(1240, 2048, 1900, "fits")) == "1,240 / 2,048 tokens"
     assert words.size(Size(2000, 2048, 1900, "condensed")) == "2,000 / 2,048 tokens · will be condensed"
-    assert words.size(Size(2000, 2048, 1900, "refused")) == "2,000 / 2,048 tokens · too long by 100"
+    assert words.size(Size(2000, 2048, 1900, "refused")) == "2,000 tokens · at most 1,900, 100 too many"
 
 
 def test_figures_leave_out_what_was_not_measured():
