@@ -323,7 +323,7 @@ class ChatPage(gr.ChatInterface):
 
     def _edited(self, edit: gr.EditData, chat: list[dict]):
         if not edit.value.strip():
-            return chat
+            return [*chat[: edit.index], _message("user", edit.previous_value), *chat[edit.index + 1 :]]
         return chat[: edit.index] + [_message("user", edit.value)]
 
     def _as_it_is(self, chat: list[dict]):

@@ -355,8 +355,8 @@ def test_programs_may_set_the_same_and_are_told_what_is_allowed(program):
     assert program.answers[-1]["answer"] == 7
     said = client.predict("Hello", seed=-7, temperature=9, api_name="/chat")
     assert said == (
-        "These settings cannot be used: generation.temperature: 9 found; allowed: a number from 0 to 2; "
-        "runtime.seed: -7 found; allowed: a whole number from -1 to 4294967294"
+        "These settings cannot be used: runtime.seed: -7 found; allowed: a whole number from -1 to 4294967294; "
+        "generation.temperature: 9 found; allowed: a number from 0 to 2"
     )
 
 
