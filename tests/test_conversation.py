@@ -183,9 +183,9 @@ def test_texts_kept_at_hand_are_bounded(bot, monkeypatch):
 
 
 def test_an_answer_that_has_begun_goes_on_behind_its_own_tokens(bot):
-    messages = [{"role": "user", "content": "Count from one to fifty in words."}]
+    messages = [{"role": "user", "content": "Tell me a very long story about a cat and a dog."}]
     asked = bot.conversation.prompt(messages, max_tokens=12)
-    reply = bot.engine.stream(asked.tokens, Sampling(seed=1), 12)
+    reply = bot.engine.stream(asked.tokens, Sampling(temperature=0, repeat_penalty=1), 12)
     begun = "".join(reply)
     bot.conversation.remember(reply)
     rest = bot.conversation.prompt(messages, max_tokens=12, begun=begun)

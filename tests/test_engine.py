@@ -261,7 +261,7 @@ def test_many_conversations_taking_turns_are_parked_and_come_back(bot):
 
 def test_dropped_turns_are_not_computed_again(bot):
     messages = []
-    for number in range(14):
+    for number in range(40):  # more than enough, however short the answers are
         messages.append(user(f"Say something about topic {number}, please, and be brief."))
         prompt = bot.conversation.prompt(messages, 24)
         reply = ask(bot, messages)
@@ -269,7 +269,10 @@ def test_dropped_turns_are_not_computed_again(bot):
         if number > 0:
             assert reply.stats.prompt_tokens - reply.stats.cached_tokens < 40
         quiet(bot)
-    assert prompt.dropped >= 3
+        if prompt.dropped >= 3:
+            break
+    else:
+        pytest.fail("nothing had to be dropped")
 
 
 def test_moved_keys_are_what_the_rotation_says(bot):
