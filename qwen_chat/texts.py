@@ -14,6 +14,8 @@ EN = {
     "loading": "Loading model",
     "closed": "The server is shutting down",
     "fallback": "This is a stand-in: {model}. {reason}",
+    "unreached": "{hosts} cannot be reached",
+    "hosts_and": " and ",
     "waiting": "Waiting: {place} in line",
     "reading": "Reading your message: {read} of {total} tokens",
     "busy": "Too many people are waiting for an answer right now. Please try again in a moment.",
@@ -130,6 +132,8 @@ ZH = {
     "loading": "正在加载模型",
     "closed": "服务正在关闭",
     "fallback": "当前使用的是备用模型：{model}。{reason}",
+    "unreached": "无法连接 {hosts}",
+    "hosts_and": "、",
     "waiting": "排队中：第 {place} 位",
     "reading": "正在阅读你的消息：{read} / {total} 个词元",
     "busy": "现在等待回答的人太多了，请稍后再试。",
@@ -303,6 +307,13 @@ class Words:
     def about(self, version: str, model: str, profile: str | None) -> str:
         """The page's last line."""
         return self("and").join([self("about", version=version, model=model), *([self("profile", name=profile)] if profile else [])])
+
+    def fallback(self, model: str, reason: str) -> str:
+        """That a stand-in is in use, and why: `reason` is weights.Weights.fallback, whose usual sentence is translated."""
+        hosts, reached, more = reason.partition(" cannot be reached")
+        if reached:
+            reason = self("unreached", hosts=hosts.replace(" and ", self("hosts_and"))) + more
+        return self("fallback", model=model, reason=reason)
 
     def waiting(self, reply) -> str:
         """Why an answer has not begun; nothing when there is no more to say than that it is being thought about."""

@@ -345,7 +345,7 @@ class ChatPage(gr.ChatInterface):
             yield _banner("failed", str(engine.error or words("closed"))), ""
             return
         name, reason = engine.info.name, engine.info.fallback
-        banner = _banner("fallback", words("fallback", model=name, reason=reason)) if reason else ""
+        banner = _banner("fallback", words.fallback(name, reason)) if reason else ""
         profile = self.settings.in_force.name if self.settings.in_force else None
         yield banner, html.escape(words.about(__version__, name, profile))
 

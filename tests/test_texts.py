@@ -107,3 +107,10 @@ def test_the_last_line_of_the_page_names_the_profile_in_force():
     assert english.about("1.0", "qwen", "n100") == "qwen-chat 1.0 · qwen · llama.cpp · profile n100"
     assert chinese.about("1.0", "qwen", "n100") == "qwen-chat 1.0 · qwen · llama.cpp · 设备配置 n100"
     assert english.about("1.0", "qwen", None) == "qwen-chat 1.0 · qwen · llama.cpp"
+
+
+def test_why_a_stand_in_is_in_use_is_said_in_the_pages_language():
+    reason = "huggingface.co and hf-mirror.com cannot be reached; b.example has no such file"
+    assert texts.Words(texts.ZH).fallback("M", reason) == "当前使用的是备用模型：M。无法连接 huggingface.co、hf-mirror.com; b.example has no such file"
+    assert texts.Words(texts.EN).fallback("M", reason) == f"This is a stand-in: M. {reason}"
+    assert texts.Words(texts.ZH).fallback("M", "model.endpoints is empty").endswith("。model.endpoints is empty")
