@@ -4,6 +4,8 @@ import argparse
 import importlib
 import sys
 
+from . import interrupt
+
 # Each is a module of this package with add_options(parser) and run(options) -> exit status.
 TOOLS = {
     "info": "tell what this device grants and what config.yaml comes to on it, nothing is fetched or loaded",
@@ -41,6 +43,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run() -> int:
+    interrupt.install()
     try:
         return main(sys.argv[1:])
     except KeyboardInterrupt:
