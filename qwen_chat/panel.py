@@ -9,24 +9,6 @@ STEPS = {"temperature": 0.05, "top_p": 0.05, "repeat_penalty": 0.05, "max_tokens
 NARROWER = {"top_p": (0.05, None), "repeat_penalty": (0.8, 1.6), "max_turns": (None, 50)}  # than config.yaml: what a slider is good for
 
 
-class _Slider(gr.Slider):
-    """A slider whose bounds are for the hand; what a program sends is judged, and named, by `preferences`."""
-
-    is_template = True
-
-    def preprocess(self, payload: float) -> float:
-        return payload
-
-
-class _Number(gr.Number):
-    """A number that is judged by `preferences`, in a sentence that names it."""
-
-    is_template = True
-
-    def preprocess(self, payload: float | None) -> float | None:
-        return payload
-
-
 class Panel:
     """The components of the panel, in the order of `preferences.KEYS`; they are drawn by `render`."""
 
@@ -65,10 +47,14 @@ class Panel:
         if name == "max_tokens":
             greatest = self._config.runtime.n_ctx // 2
         if name == "seed":
-            return _Number(value, label=label, info=info, precision=0, render=False)
+            return _unjudged(gr.Number(value, label=label, info=info, precision=0, render=False))
         low, high = NARROWER.get(name, (None, None))
         least = min(value, least if low is None else low)
         greatest = max(value, greatest if high is None else high)
-        return _Slider(least, greatest, value, step=STEPS[name], label=label, info=info, buttons=[], render=False)
+        return _unjudged(gr.Slider(least, greatest, value, step=STEPS[name], label=label, info=info, buttons=[], render=False))
 
 
+def _unjudged(component):
+    """Bounds are for the hand; what a program sends is judged by `preferences`, in a sentence that names the setting."""
+    component.preprocess = lambda payload: payload
+    return component
