@@ -52,7 +52,7 @@ def beside_the_page(engine, conversation, config) -> dict:
 # A picture in an answer or in pasted text is asked for by its address, which could carry away what was said.
 OWN_MEDIA = "img-src 'self' data: blob:; media-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; object-src 'none'; frame-src 'none'"
 
-
+# At the head of the page, before Gradio reads the browser's language; what it adds by `launch(head=...)` comes too late
 SPEAKS = "<script>for (const [key, value] of [['language', '{0}'], ['languages', ['{0}']]]) Object.defineProperty(navigator, key, {{value}});</script>"
 
 

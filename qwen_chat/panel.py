@@ -23,6 +23,7 @@ class Panel:
         return preferences.applied(self._config, dict(zip(preferences.KEYS, values)))
 
     def render(self) -> None:
+        """Draws the panel, closed, where it is called."""
         with gr.Accordion(self._word("settings"), open=False, elem_id="settings"):
             with gr.Row(elem_id="presets"):
                 self.presets = {name: gr.Button(self._word(f"preset_{name}"), size="sm") for name in texts.PRESETS}
