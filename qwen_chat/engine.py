@@ -274,6 +274,7 @@ class Engine:
         stop: list[str] = (),
         *,
         owner: object = None,
+        client: object = None,
         trimmed: bool = False,
         follow: list[int] = (),
         on_end: Callable[[Reply], None] | None = None,
@@ -281,7 +282,7 @@ class Engine:
     ) -> Reply:
         """Asks for the continuation of `tokens`; returns at once.
 
-        `owner` names the conversation, `trimmed` says that it dropped old turns before this prompt,
+        `owner` names the conversation, `client` (any hashable value) the person who asks, `trimmed` says that it dropped old turns before this prompt,
         `follow` is what the next prompt surely has after this answer and is computed when it ends.
         `on_end` is called by the decode thread. Without `keep` nothing of it stays in the cache: no
         conversation goes on from there. Raises Busy, or EngineError when the engine has ended.
