@@ -18,13 +18,14 @@ from qwen_chat.address import why_not
 from qwen_chat.condense import Condenser
 from qwen_chat.config import load_or_exit
 from qwen_chat.conversation import Conversation, TooLong
+from qwen_chat.cpu_code import CpuCodeError
 from qwen_chat.engine import Busy, Engine, EngineError
 from qwen_chat.memory import NotEnoughMemory
 from qwen_chat.model import ModelError
 from qwen_chat.sampling import Sampling
 
 # How the program ends: 0 when it is told to, 1 when the engine breaks, and these. Faults of config.yaml are a 2 as well.
-STATUSES = {2: NotEnoughMemory, 3: (weights.WeightsError, ModelError)}
+STATUSES = {2: NotEnoughMemory, 3: (weights.WeightsError, ModelError), 5: CpuCodeError}
 
 config = load_or_exit()
 engine = Engine(config.runtime, partial(weights.find, config.model), config.server.queue_size, lambda: conversation.opening())

@@ -19,6 +19,7 @@ INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 
 
 def main(arguments: list[str]) -> int:
+    from .cpu_code import CpuCodeError
     from .weights import WeightsError
 
     parser = argparse.ArgumentParser(prog="python -m qwen_chat", description="Tools of the chat bot. CONFIG=/path/file.yaml names another config.yaml.")
@@ -37,6 +38,9 @@ def main(arguments: list[str]) -> int:
     except WeightsError as error:
         print(error, file=sys.stderr)
         return 3
+    except CpuCodeError as error:
+        print(error, file=sys.stderr)
+        return 5
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         sys.stderr.close()
         return 0

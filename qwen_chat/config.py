@@ -95,7 +95,9 @@ class Runtime(Section):
     n_ubatch: int = Field(128, ge=1, le=4096)
     n_threads: Threads = "auto"
     n_threads_batch: Threads = "auto"
-    use_mmap: bool = True
+    cpu_code: Text = "auto"
+    cpu_code_exclude: list[Text] = Field([], max_length=32)
+    use_mmap: Literal["auto"] | bool = "auto"
     use_mlock: bool = False
     flash_attn: bool = True
     kv_type: Literal["f16", "q8_0"] = "f16"

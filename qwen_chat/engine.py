@@ -14,10 +14,11 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Callable, Iterable
 
-from . import memory
+from . import cpu_code, memory
 from .hardware import held_by_process, usable_cores, usable_memory
 from .kvcache import KVCache, Sequence, token_array
-from .model import ABORTED, NO_CELLS, Model, read_shape, system_info
+from .gguf import read_shape
+from .model import ABORTED, NO_CELLS, Model, system_info
 from .sampling import Logprob, Sampler, Sampling
 from .textstream import TextStream
 
@@ -386,12 +387,13 @@ class Engine:
             self.ended.set()
 
     def _load(self) -> None:
-        weights = self._find_weights(self._report)
         runtime = self.runtime
+        code = cpu_code.use(runtime.cpu_code, runtime.cpu_code_exclude)  # first: without it the weights are of no use
+        weights = self._find_weights(self._report)
         self.state = State("loading", weights.name, 0, 100)
         started = time.perf_counter()
-        cache_bytes = self._check_memory(weights)
-        model = Model(weights.path, runtime, lambda part: self._loaded(weights.name, part))
+        layout, cache_bytes = self._check_memory(weights, code)
+        model = Model(weights.path, runtime, lambda part: self._loaded(weights.name, part), layout)
         self.model = model
         n_ctx = runtime.n_ctx
         if n_ctx > model.n_ctx_train:
@@ -414,20 +416,24 @@ class Engine:
         self.state = State("ready", weights.name)
         self.ready.set()
 
-    def _check_memory(self, weights) -> int:
-        """How many bytes paused conversations may take. Raises memory.NotEnoughMemory where the model does not fit."""
+    def _check_memory(self, weights, code) -> tuple[memory.Layout | None, int]:
+        """How the weights are to lie in memory, and how many bytes paused conversations may take. Raises
+        memory.NotEnoughMemory where the model does not fit."""
         shape, runtime, mb = read_shape(weights.path), self.runtime, memory.mb
         if shape is None:
-            return runtime.cache_mb * 2**20
+            return None, runtime.cache_mb * 2**20
         there, own = usable_memory(), held_by_process()
-        need = memory.check(shape, runtime, there, own)
+        need = memory.check(shape, runtime, there, own, code.extra_buffers)
+        if shape.copies and code.extra_buffers and not need.layout.extra_buffers:
+            log.warning("%s of the weights are not repacked for the processor (%s): the memory does not suffice for a second copy",
+                        mb(shape.copied), ", ".join(shape.copy_kinds))
         log.info("about %s of memory are needed (%s), %s are there", mb(need.least), need.parts(), mb(there.available + own))
         if missing := memory.short(need, there, own):
             log.warning("memory is short by about %s, which may make answers slow", mb(missing))
         parking = memory.parking(need, runtime, there, own)
         if parking < runtime.cache_mb * 2**20:
             log.warning("runtime.cache_mb is %d; %d is used, which is what the memory leaves", runtime.cache_mb, parking // 2**20)
-        return parking
+        return need.layout, parking
 
     def _report(self, progress) -> None:
         if self._closing:

@@ -27,9 +27,15 @@ def run(options) -> int:
 
 def gather(config: Config) -> dict:
     """All that is told, in plain values."""
-    from .model import load_cpu_code, read_shape, system_info
+    from . import cpu_code
+    from .gguf import read_shape
 
     cores, granted = hardware.cores(), hardware.usable_memory()
+    code, code_fault = None, None
+    try:
+        code = cpu_code.use(config.runtime.cpu_code, config.runtime.cpu_code_exclude)
+    except cpu_code.CpuCodeError as error:
+        code_fault = str(error)
     file, fault = None, None
     try:
         file = weights.at_hand(config.model)
@@ -39,7 +45,13 @@ def gather(config: Config) -> dict:
         "versions": {"qwen-chat": __version__, "python": platform.python_version(), "system": platform.platform(), **{name: _version(name) for name in PACKAGES}},
         "device": {
             "board": hardware.device(), "processor": hardware.cpu_model(), "features": hardware.cpu_features(),
-            "surroundings": hardware.surroundings(), "llama_cpp_code": load_cpu_code(), "llama_cpp_uses": _uses(system_info()),
+            "surroundings": hardware.surroundings(),
+        },
+        "cpu_code": {
+            "computes": code is not None, "name": code.name if code else None, "uses": cpu_code.features(code) if code else [],
+            "compiler": cpu_code.compiler(code) if code else None, "extra_buffers": bool(code and code.extra_buffers),
+            "fault": code_fault or code.complaint or cpu_code.not_native(code) or None,
+            "variants": [file.stem.partition("ggml-cpu-")[2] for file in cpu_code.variants()],
         },
         "cores": {**vars(cores), "because": cores.because},
         "memory": vars(granted),
@@ -48,7 +60,7 @@ def gather(config: Config) -> dict:
             "name": file.name if file else None, "path": str(file.path) if file else None, "bytes": file.path.stat().st_size if file else None,
             "note": fault or (file.fallback if file else f"{config.model.filename} is not here yet, the start would fetch it"),
         },
-        "needs": _needs(read_shape(file.path) if file else None, config.runtime, granted),
+        "needs": _needs(read_shape(file.path) if file else None, config.runtime, granted, bool(code and code.extra_buffers)),
     }
 
 
@@ -68,16 +80,17 @@ def _config(config: Config, cores: hardware.Cores) -> dict:
     }
 
 
-def _needs(shape: memory.Shape | None, runtime, granted: hardware.Memory) -> dict | None:
+def _needs(shape: memory.Shape | None, runtime, granted: hardware.Memory, extra_buffers: bool) -> dict | None:
     """The sum, as the start reckons it; None where nothing is known of the weights."""
     if shape is None:
         return None
-    need, own, refusal = memory.needed(shape, runtime), hardware.held_by_process(), None
+    own, refusal = hardware.held_by_process(), None
+    need = memory.choose(shape, runtime, granted, own, extra_buffers)
     try:
-        memory.check(shape, runtime, granted, own)
+        memory.check(shape, runtime, granted, own, extra_buffers)
     except memory.NotEnoughMemory as error:
         refusal = str(error)
-    return {**vars(need), "least": need.least, "parts": need.parts(), "short": memory.short(need, granted, own), "refusal": refusal, "parking": memory.parking(need, runtime, granted, own)}
+    return {**vars(need), "layout": vars(need.layout), "copy_kinds": shape.copy_kinds, "least": need.least, "parts": need.parts(), "short": memory.short(need, granted, own), "refusal": refusal, "parking": memory.parking(need, runtime, granted, own)}
 
 
 def _version(package: str) -> str | None:
@@ -85,12 +98,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _uses(words: str) -> list[str]:
-    """llama.cpp's "CPU : AVX2 = 1 | FMA = 1 | ..." as names."""
-    pairs = (pair.partition("=") for pair in words.partition(":")[2].split("|"))
-    return [name.strip() for name, _, value in pairs if value.strip() == "1"]
 
 
 def text(facts: dict) -> str:
@@ -107,8 +114,15 @@ def _device(facts: dict) -> list[tuple[str, str]]:
         ("qwen-chat", f"{versions['qwen-chat']}, Python {versions['python']}, {listed}"),
         ("device", ", in a ".join([device["board"] or versions["system"], *device["surroundings"]])),
         ("processor", f"{device['processor']}: {', '.join(device['features']) or 'its features are not listed by this system'}"),
-        ("llama.cpp", f"{device['llama_cpp_code']} code, which uses {', '.join(device['llama_cpp_uses'])}"),
+        *_cpu_code(facts["cpu_code"]),
     ]
+
+
+def _cpu_code(code: dict) -> list[tuple[str, str]]:
+    made_by = f", compiled by {code['compiler']}" if code["compiler"] else ""
+    computes = f"yes, with the {code['name']} code{made_by}: {', '.join(code['uses']) or 'no instruction sets of its own'}"
+    rows = [("computes", computes if code["computes"] else "no")] + ([("", code["fault"])] if code["fault"] else [])
+    return rows + ([("", f"variants for this processor: {', '.join(code['variants'])}")] if code["variants"] else [])
 
 
 def _cores(facts: dict) -> list[tuple[str, str]]:

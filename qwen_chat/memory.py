@@ -31,7 +31,8 @@ class Shape:
     """What the header of a GGUF file says about the memory a model takes.
 
     `weights` are all tensors' bytes; `looked_up` those of an embedding matrix that is not the output matrix, too.
-    `kv_values` are the numbers that one token adds to the cache, over all layers.
+    `kv_values` are the numbers that one token adds to the cache, over all layers. The loaded code for the processor
+    lays weights of `copied` bytes out anew in `copies` bytes, in buffers of the types `copy_kinds`.
     """
 
     weights: int
@@ -42,11 +43,26 @@ class Shape:
     n_head: int
     n_vocab: int
     n_ctx_train: int
+    copies: int = 0
+    copied: int = 0
+    copy_kinds: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How weights lie in memory: mapped from their file or read into memory of the process, and whether those that the
+    processor multiplies faster in another order are laid out anew ("extra buffers" of llama.cpp)."""
+
+    use_mmap: bool = True
+    extra_buffers: bool = True
 
 
 @dataclass(frozen=True)
 class Need:
-    """What running takes, part by part; `droppable` is what of the weights the system may drop without harm."""
+    """What running takes, part by part; `droppable` is what of the weights the system may drop without harm.
+
+    `repacked` are the weights that are laid out anew, which are resident twice where their file is mapped, too.
+    """
 
     program: int
     weights: int
@@ -54,12 +70,13 @@ class Need:
     kv: int
     compute: int
     droppable: int
+    repacked: int = 0
+    layout: Layout = Layout()
 
     @property
     def total(self) -> int:
-        """What is resident where memory is plenty, but for weights that llama.cpp lays out anew for the processor
-        ("CPU_REPACK"): where they are mapped too, they are resident twice until memory is wanted."""
-        return self.program + self.weights + self.vocabulary + self.kv + self.compute
+        """What is resident where memory is plenty."""
+        return self.program + self.weights + self.repacked + self.vocabulary + self.kv + self.compute
 
     @property
     def least(self) -> int:
@@ -72,18 +89,31 @@ class Need:
 
     def parts(self) -> str:
         """The sum in words."""
-        names = {"weights": self.of_weights, "KV cache": self.kv, "compute buffers": self.compute,
+        names = {"weights": self.of_weights, "weights repacked for the processor": self.repacked, "KV cache": self.kv, "compute buffers": self.compute,
                  "vocabulary": self.vocabulary, "the program itself": self.program}
-        return ", ".join(f"{name} {mb(size)}" for name, size in names.items())
+        return ", ".join(f"{name} {mb(size)}" for name, size in names.items() if size)
 
 
-def needed(shape: Shape, runtime, program: int = PROGRAM_BYTES) -> Need:
-    """What a model of this shape takes with these settings of `runtime`."""
+def needed(shape: Shape, runtime, program: int = PROGRAM_BYTES, layout: Layout | None = None) -> Need:
+    """What a model of this shape takes with these settings of `runtime`, and with the layout that suits it best."""
+    layout = layout or _layouts(shape, runtime)[0]
     cells = min(runtime.n_ctx, shape.n_ctx_train) * runtime.parallel + OPENING_CELLS
     cells = -(-cells // CELLS_STEP) * CELLS_STEP
     kv = int(cells * shape.kv_values * BYTES_PER_VALUE[runtime.kv_type])
-    droppable = shape.looked_up if runtime.use_mmap and not runtime.use_mlock else 0
-    return Need(program, shape.weights, shape.n_vocab * VOCABULARY_BYTES, kv, _compute(shape, runtime, cells), droppable)
+    droppable = shape.looked_up if layout.use_mmap and not runtime.use_mlock else 0
+    repacked = shape.copies if layout.extra_buffers else 0
+    weights = shape.weights if layout.use_mmap or not repacked else shape.weights - shape.copied
+    vocabulary, compute = shape.n_vocab * VOCABULARY_BYTES, _compute(shape, runtime, cells)
+    return Need(program, weights, vocabulary, kv, compute, droppable, repacked, layout)
+
+
+def _layouts(shape: Shape, runtime, extra_buffers: bool = True) -> list[Layout]:
+    """The layouts that the settings leave, the fastest first, and last the one that takes least. Of a file that is
+    mostly laid out anew, a mapping would hold the originals for nothing."""
+    mostly = shape.copied > shape.weights / 2
+    use_mmap = not (extra_buffers and mostly) if runtime.use_mmap == "auto" else runtime.use_mmap
+    plain = Layout(runtime.use_mmap is not False, False)
+    return [Layout(use_mmap, True), plain] if extra_buffers and shape.copies else [plain]
 
 
 def _compute(shape: Shape, runtime, cells: int) -> int:
@@ -102,12 +132,19 @@ def _compute(shape: Shape, runtime, cells: int) -> int:
     return max(ubatch * token, logits) + logits
 
 
-def check(shape: Shape, runtime, memory: Memory, own: int) -> Need:
-    """What the model takes. Raises NotEnoughMemory where that is clearly more than there is, swap counted in.
+def choose(shape: Shape, runtime, memory: Memory, own: int, extra_buffers: bool = True) -> Need:
+    """What the model takes with the fastest layout of its weights that fits, else with the smallest.
 
-    `own` is what the process holds already, which is part of the sum and not of what is available.
+    `own` is what the process holds already, which is part of the sum and not of what is available. Without
+    `extra_buffers`, weights cannot be laid out anew here.
     """
-    need, there = needed(shape, runtime), memory.available + own + memory.swap
+    needs = [needed(shape, runtime, layout=layout) for layout in _layouts(shape, runtime, extra_buffers)]
+    return next((each for each in needs if not short(each, memory, own)), min(needs, key=lambda each: each.least))
+
+
+def check(shape: Shape, runtime, memory: Memory, own: int, extra_buffers: bool = True) -> Need:
+    """What `choose` finds. Raises NotEnoughMemory where that is clearly more than there is, swap counted in."""
+    need, there = choose(shape, runtime, memory, own, extra_buffers), memory.available + own + memory.swap
     if runtime.memory_check and need.least > there * (1 + LEEWAY):
         where = "the container's limit leaves" if memory.limited else "this machine has"
         raise NotEnoughMemory(
@@ -130,11 +167,11 @@ def short(need: Need, memory: Memory, own: int) -> int:
 
 def _advice(shape: Shape, runtime, there: int) -> str:
     """Which settings would fit, and how large a file."""
-    changes, need = {}, needed(shape, runtime)
+    changes, need = {}, _least(shape, runtime)
     file = there - (need.least - need.of_weights)
     smaller = f" So would weights of at most {mb(file)} with the settings as they are." if file >= SMALLEST_FILE else ""
     for key, changed in _savings(runtime):
-        less = needed(shape, changed)
+        less = _least(shape, changed)
         if less.least < need.least:
             changes[key], need = getattr(changed, key), less
         if need.least <= there:
@@ -144,6 +181,10 @@ def _advice(shape: Shape, runtime, there: int) -> str:
         return f"That is too little for any model: all but the weights takes {mb(need.least - need.of_weights)} with the smallest settings."
     others = f" with runtime: {_yaml(changes)}" if changes else ""
     return f"Weights of at most {mb(file)} would fit{others}; these take {mb(need.of_weights)}."
+
+
+def _least(shape: Shape, runtime) -> Need:
+    return min((needed(shape, runtime, layout=layout) for layout in _layouts(shape, runtime)), key=lambda need: need.least)
 
 
 def _savings(runtime) -> Iterator[tuple[str, object]]:

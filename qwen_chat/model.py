@@ -7,64 +7,43 @@ the vocabulary or set a flag.
 import ctypes
 import logging
 import os
-from collections import deque
 from pathlib import Path
 from typing import Callable
 
 import llama_cpp
 import numpy as np
 
+from . import cpu_code, llama_log
 from .interrupt import called_back
-from .memory import CELLS_STEP, Shape
+from .memory import CELLS_STEP, Layout
 from .sampling import Logprob, Sampler, Sampling
 
 log = logging.getLogger(__name__)
-llama_log = logging.getLogger("llama.cpp")
 
-GGML_LOG_LEVEL_ERROR = 4  # see ggml.h
-GGUF_INTEGERS, GGUF_TYPE_STRING, GGUF_TYPE_ARRAY = (4, 5), 8, 9  # see gguf.h; those of 32 bits
 NO_CELLS, ABORTED = 1, 2  # what llama_decode returns, see llama.h
 KV_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
-
-
-LOCKABLE = (
-    "Allow the program to lock memory: --ulimit memlock=-1 for docker run, LimitMEMLOCK=infinity for systemd, "
-    "`ulimit -l unlimited` in a shell (what a user may set there is in /etc/security/limits.conf)"
-)
 
 
 class ModelError(Exception):
     """The weights cannot be used; the message is a sentence for a person."""
 
 
-_complaints: deque[str] = deque(maxlen=4)
-
-
-@llama_cpp.llama_log_callback
-@called_back
-def _to_logging(level: int, text: bytes, _data) -> None:
-    line = text.decode("utf-8", "replace").strip()
-    if level == GGML_LOG_LEVEL_ERROR and line:
-        _complaints.append(line)
-    if "failed to mlock" in line:  # once, however many buffers there are: llama.cpp gives up at the first
-        log.warning("runtime.use_mlock: the weights may be swapped out all the same: %s. %s", line.splitlines()[0].removeprefix("warning: "), LOCKABLE)
-    if line:
-        llama_log.debug("%s", line)
-
-
 class Model:
     """A model and its context. Raises ModelError where the file cannot be used for chat.
 
-    `progress` is told what part of the file is loaded, 0 to 1; loading ends when it returns False.
+    `progress` is told what part of the file is loaded, 0 to 1; loading ends when it returns False. `layout` says how
+    the weights lie in memory, where that is not as `runtime` has it.
     """
 
-    def __init__(self, path: Path, runtime, progress: Callable[[float], bool] = lambda fraction: True):
-        self.cpu_code = load_cpu_code()
-        log.info("llama.cpp computes with its %s code", self.cpu_code)
+    def __init__(self, path: Path, runtime, progress: Callable[[float], bool] = lambda fraction: True, layout: Layout | None = None):
+        code = cpu_code.use(runtime.cpu_code, runtime.cpu_code_exclude)
+        self.cpu_code = code.name
+        llama_log.install()
         llama_cpp.llama_backend_init()
         self.path = path
         self._context = self._batch = None
-        self._model = _load(path, runtime, progress)
+        self.layout = layout or Layout(runtime.use_mmap is not False, code.extra_buffers)
+        self._model = _load(path, self.layout, runtime.use_mlock, progress)
         self._vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(self._vocab)
         self.n_ctx_train = llama_cpp.llama_model_n_ctx_train(self._model)
@@ -102,7 +81,7 @@ class Model:
         params.no_perf = True
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         if not self._context:
-            raise ModelError(f"{self.path.name}: no context of {params.n_ctx} tokens could be made{_because()}; a smaller runtime.n_ctx or runtime.parallel needs less memory")
+            raise ModelError(f"{self.path.name}: no context of {params.n_ctx} tokens could be made{llama_log.because()}; a smaller runtime.n_ctx or runtime.parallel needs less memory")
         self._memory = llama_cpp.llama_get_memory(self._context)
         self.can_shift = self.can_cut and llama_cpp.llama_memory_can_shift(self._memory)
         self._batch = Batch(self.n_batch, n_seq)
@@ -262,121 +241,6 @@ class Batch:
         return self._batch
 
 
-def load_cpu_code() -> str:
-    """Loads llama.cpp's code for this machine's processor, where it is built for several; returns its name.
-
-    Such a build (GGML_CPU_ALL_VARIANTS) has a library for each generation of processors, but looks for them
-    only beside the Python executable. "native" is code that is part of llama.cpp itself.
-    """
-    llama_cpp.llama_log_set(_to_logging, ctypes.c_void_p(0))
-    if os.name != "posix":
-        return "native"
-    library, package = llama_cpp.llama_cpp._lib, Path(llama_cpp.__file__).parent
-    find = library.ggml_backend_reg_by_name
-    find.restype = ctypes.c_void_p
-    for folder in (package / "lib", package.parent / "bin"):
-        if not find(b"CPU") and any(folder.glob("*ggml-cpu-*")):
-            library.ggml_backend_load_all_from_path(os.fsencode(folder))
-
-    class Info(ctypes.Structure):  # Dl_info, whose first field is the name of the file
-        _fields_ = [("file", ctypes.c_char_p), ("others", ctypes.c_void_p * 3)]
-
-    info = Info()
-    ctypes.CDLL(None).dladdr(ctypes.c_void_p(find(b"CPU")), ctypes.byref(info))
-    return Path(os.fsdecode(info.file or b"")).stem.partition("ggml-cpu-")[2] or "native"
-
-
-def read_shape(path: Path) -> Shape | None:
-    """What the header of a GGUF file says of the memory it takes, without loading it; None where it says too little,
-    or is broken, which loading it will tell better."""
-    llama_cpp.llama_log_set(_to_logging, ctypes.c_void_p(0))
-    try:
-        gguf = Gguf(path)
-    except AttributeError:  # on Windows a library does not lend the functions of those it uses
-        return None
-    try:
-        return _shape(gguf, path) if gguf.handle else None
-    finally:
-        gguf.close()
-
-
-def _shape(gguf: "Gguf", path: Path) -> Shape | None:
-    architecture = gguf.text("general.architecture")
-
-    def values(name: str, default: int = 0) -> list[int]:
-        return gguf.integers(f"{architecture}.{name}") or [default]
-
-    n_layer, n_embd, n_head = values("block_count")[0], values("embedding_length")[0], max(values("attention.head_count"))
-    n_vocab = gguf.length("tokenizer.ggml.tokens")
-    if not (n_layer and n_embd and n_head and n_vocab):
-        return None
-    heads, width = values("attention.head_count_kv", n_head), n_embd // n_head
-    heads = heads * n_layer if len(heads) == 1 else heads
-    return Shape(
-        weights=path.stat().st_size - gguf.call("get_data_offset"),
-        looked_up=gguf.tensor_size("token_embd.weight") if gguf.tensor_size("output.weight") else 0,
-        kv_values=sum(heads) * (values("attention.key_length", width)[0] + values("attention.value_length", width)[0]),
-        n_embd=n_embd, n_ff=max(values("feed_forward_length")), n_head=n_head, n_vocab=n_vocab,
-        n_ctx_train=values("context_length")[0] or 2**31,
-    )
-
-
-class Gguf:
-    """llama.cpp's reader of GGUF headers (gguf.h), which its Python binding leaves out."""
-
-    class Params(ctypes.Structure):
-        _fields_ = [("no_alloc", ctypes.c_bool), ("tensors", ctypes.c_void_p)]
-
-    # name: what it returns, what it takes beside the handle
-    FUNCTIONS = {
-        "find_key": (ctypes.c_int64, ctypes.c_char_p), "get_kv_type": (ctypes.c_int, ctypes.c_int64),
-        "get_val_u32": (ctypes.c_uint32, ctypes.c_int64), "get_val_str": (ctypes.c_char_p, ctypes.c_int64),
-        "get_arr_type": (ctypes.c_int, ctypes.c_int64), "get_arr_n": (ctypes.c_size_t, ctypes.c_int64),
-        "get_arr_data": (ctypes.c_void_p, ctypes.c_int64), "find_tensor": (ctypes.c_int64, ctypes.c_char_p),
-        "get_tensor_size": (ctypes.c_size_t, ctypes.c_int64), "get_data_offset": (ctypes.c_size_t,), "free": (None,),
-        "get_n_tensors": (ctypes.c_int64,), "get_tensor_name": (ctypes.c_char_p, ctypes.c_int64),
-        "get_tensor_type": (ctypes.c_int, ctypes.c_int64), "get_tensor_offset": (ctypes.c_size_t, ctypes.c_int64),
-    }
-
-    def __init__(self, path: Path):
-        self.library = llama_cpp.llama_cpp._lib
-        for name, (result, *arguments) in self.FUNCTIONS.items():
-            function = getattr(self.library, f"gguf_{name}")
-            function.restype, function.argtypes = result, [ctypes.c_void_p, *arguments]
-        opening = self.library.gguf_init_from_file
-        opening.restype, opening.argtypes = ctypes.c_void_p, [ctypes.c_char_p, self.Params]
-        self.handle = opening(os.fsencode(path), self.Params(True, None))  # None where the file is no GGUF
-
-    def call(self, name: str, *arguments):
-        return getattr(self.library, f"gguf_{name}")(self.handle, *arguments)
-
-    def text(self, key: str) -> str:
-        at = self.call("find_key", key.encode())
-        return self.call("get_val_str", at).decode() if at >= 0 and self.call("get_kv_type", at) == GGUF_TYPE_STRING else ""
-
-    def integers(self, key: str) -> list[int]:
-        """A number, or those of an array, as models have it whose layers differ; [] where there is no such key."""
-        at = self.call("find_key", key.encode())
-        kind = self.call("get_kv_type", at) if at >= 0 else None
-        if kind in GGUF_INTEGERS:
-            return [self.call("get_val_u32", at)]
-        if kind != GGUF_TYPE_ARRAY or self.call("get_arr_type", at) not in GGUF_INTEGERS:
-            return []
-        return list((ctypes.c_uint32 * self.call("get_arr_n", at)).from_address(self.call("get_arr_data", at)))
-
-    def length(self, key: str) -> int:
-        at = self.call("find_key", key.encode())
-        return self.call("get_arr_n", at) if at >= 0 and self.call("get_kv_type", at) == GGUF_TYPE_ARRAY else 0
-
-    def tensor_size(self, name: str) -> int:
-        at = self.call("find_tensor", name.encode())
-        return self.call("get_tensor_size", at) if at >= 0 else 0
-
-    def close(self) -> None:
-        if self.handle:
-            self.call("free")
-
-
 def system_info() -> str:
     """Which instruction sets llama.cpp's code makes use of, in its own words."""
     return llama_cpp.llama_print_system_info().decode("utf-8", "replace").strip()
@@ -392,7 +256,7 @@ def _quantization(ftype: int) -> str:
     return next(names, "").removeprefix("LLAMA_FTYPE_").removeprefix("MOSTLY_").removeprefix("ALL_")
 
 
-def _load(path: Path, runtime, progress: Callable[[float], bool]):
+def _load(path: Path, layout: Layout, use_mlock: bool, progress: Callable[[float], bool]):
     with open(path, "rb") as file:
         if file.read(4) != b"GGUF":
             raise ModelError(f"{path.name}: not a GGUF file")
@@ -403,23 +267,20 @@ def _load(path: Path, runtime, progress: Callable[[float], bool]):
         (True, False): llama_cpp.LLAMA_LOAD_MODE_MMAP,
         (False, True): llama_cpp.LLAMA_LOAD_MODE_MLOCK,
         (True, True): llama_cpp.LLAMA_LOAD_MODE_MMAP_MLOCK,
-    }[runtime.use_mmap, runtime.use_mlock]
+    }[layout.use_mmap, use_mlock]
+    params.use_extra_bufts = layout.extra_buffers
 
     @called_back
     def report(fraction: float, _data) -> bool:
         return progress(fraction)
 
     params.progress_callback = callback = llama_cpp.llama_progress_callback(report)
-    _complaints.clear()
+    llama_log.forget_errors()
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
     del callback
     if not model:
-        raise ModelError(f"{path.name}: llama.cpp cannot load this file{_because()}")
+        raise ModelError(f"{path.name}: llama.cpp cannot load this file{llama_log.because()}")
     return model
-
-
-def _because() -> str:
-    return f" ({'; '.join(_complaints)})" if _complaints else ""
 
 
 def _pointer(values: np.ndarray, kind):

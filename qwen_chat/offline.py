@@ -11,7 +11,9 @@ import llama_cpp
 import numpy as np
 
 from .hardware import usable_cores
-from .model import Batch, Gguf, Model, ModelError, load_cpu_code
+from . import cpu_code
+from .gguf import Gguf, Tensor, ggml
+from .model import Batch, Model, ModelError
 
 FTYPES = {
     name.removeprefix("LLAMA_FTYPE_").removeprefix("MOSTLY_").removeprefix("ALL_"): value
@@ -27,33 +29,6 @@ FLOATS = ("F32", "F16", "BF16")
 WINDOW = 512  # tokens of a text that are read together
 CHUNK = 64  # tokens computed at once: the logits of more would take hundreds of MB
 BUFFERED = 1 << 30  # bytes of a tensor that the quantiser holds at once
-
-
-class _Tensor(ctypes.Structure):
-    """ggml.h: struct ggml_tensor, up to what is read here."""
-
-
-_Tensor._fields_ = [
-    ("type", ctypes.c_int),
-    ("buffer", ctypes.c_void_p),
-    ("ne", ctypes.c_int64 * 4),
-    ("nb", ctypes.c_size_t * 4),
-    ("op", ctypes.c_int),
-    ("op_params", ctypes.c_int32 * 16),
-    ("flags", ctypes.c_int32),
-    ("src", ctypes.POINTER(_Tensor) * 10),
-    ("view_src", ctypes.c_void_p),
-    ("view_offs", ctypes.c_size_t),
-    ("data", ctypes.c_void_p),
-    ("name", ctypes.c_char * 64),
-]
-
-
-def _ggml(name: str, result, *arguments):
-    """A function of ggml, which llama.cpp's library brings along."""
-    function = getattr(llama_cpp.llama_cpp._lib, name)
-    function.restype, function.argtypes = result, arguments
-    return function
 
 
 _pointer, _text = ctypes.c_void_p, ctypes.c_char_p
@@ -129,9 +104,9 @@ class Activations:
         self.sums: dict[str, np.ndarray] = {}
         self.counts: dict[str, int] = {}
         self.fault: str | None = None
-        self._op_name = _ggml("ggml_op_desc", _text, _pointer)
-        self._name = _ggml("ggml_get_name", _text, _pointer)
-        self._fetch = _ggml("ggml_backend_tensor_get", None, _pointer, _pointer, ctypes.c_size_t, ctypes.c_size_t)
+        self._op_name = ggml("ggml_op_desc", _text, _pointer)
+        self._name = ggml("ggml_get_name", _text, _pointer)
+        self._fetch = ggml("ggml_backend_tensor_get", None, _pointer, _pointer, ctypes.c_size_t, ctypes.c_size_t)
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._see)
 
     def means(self) -> dict[str, np.ndarray]:
@@ -145,7 +120,7 @@ class Activations:
         try:
             if self.fault or self._op_name(address) != b"MUL_MAT":
                 return not asking
-            node = ctypes.cast(address, ctypes.POINTER(_Tensor)).contents
+            node = ctypes.cast(address, ctypes.POINTER(Tensor)).contents
             weight, values = node.src[0].contents, node.src[1].contents
             if asking:
                 return weight.name.endswith(b".weight") and values.type == TYPES["F32"]
@@ -154,7 +129,7 @@ class Activations:
             self.fault = f"{type(error).__name__}: {error}"
         return True
 
-    def _add(self, node: _Tensor, weight: _Tensor, values: _Tensor) -> None:
+    def _add(self, node: Tensor, weight: Tensor, values: Tensor) -> None:
         if self._name(ctypes.addressof(weight)) != weight.name or values.nb[0] != 4:
             raise ValueError("ggml's tensors are laid out in another way")
         width, rows = values.ne[0], values.ne[1] * values.ne[2] * values.ne[3]
@@ -195,7 +170,7 @@ def quantize(source: Path, target: Path, ftype: str, overrides: dict[str, str], 
     `overrides` are types by patterns of tensor names; with any, all other tensors get the type of `ftype` itself.
     Cannot be interrupted: run it in a process of its own.
     """
-    load_cpu_code()
+    cpu_code.use()
     llama_cpp.llama_backend_init()
     log = llama_cpp.llama_log_callback(lambda level, text, _: on_line(level, text.decode("utf-8", "replace")))
     llama_cpp.llama_log_set(log, ctypes.c_void_p(0))

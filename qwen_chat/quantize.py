@@ -21,7 +21,8 @@ from . import offline, samples, weights
 from .config import Model, load_or_exit
 from .conversation import ChatTemplate
 from .hardware import usable_cores
-from .model import GGML_LOG_LEVEL_ERROR, ModelError
+from .llama_log import GGML_LOG_LEVEL_ERROR
+from .model import ModelError
 from .offline import FLOATS, FTYPES, Activations, Scorer, tensor_types
 
 # What the official Q4_K_M file is made from, and the best there is to start from.

@@ -248,10 +248,11 @@ def _remember(path: Path, sha256: str, size: int, changed: int) -> None:
 
 
 def _stamp(path: Path) -> Path:
-    return _cache() / "verified" / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
+    return cache_folder() / "verified" / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
+    """Where what was fetched and found out is kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "qwen-chat"
 
 
@@ -259,7 +260,7 @@ def _target(source: Model | Fallback) -> Path:
     """Where the file of `source` is kept once it was fetched."""
     name = source.filename if isinstance(source, Model) else re.sub(r"[^A-Za-z0-9._-]+", "-", source.name) + ".gguf"
     key = source.sha256 or hashlib.sha256(f"{source.repo_id}@{source.revision}".encode()).hexdigest()
-    return _cache() / "weights" / f"{key[:12]}-{name}"
+    return cache_folder() / "weights" / f"{key[:12]}-{name}"
 
 
 @contextmanager
@@ -631,9 +632,9 @@ def _reason(error: Exception) -> str:
         return str(error)
     code = getattr(error, "errno", None)
     if code in FULL:
-        return f"the disk of {_cache()} is full. {ELSEWHERE}"
+        return f"the disk of {cache_folder()} is full. {ELSEWHERE}"
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{error.filename or _cache()} cannot be written ({os.strerror(code)}). {ELSEWHERE}"
+        return f"{error.filename or cache_folder()} cannot be written ({os.strerror(code)}). {ELSEWHERE}"
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403):
         return f"refused with HTTP {status}; a private or gated repository needs a token of the hub in HF_TOKEN"

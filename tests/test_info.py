@@ -32,7 +32,7 @@ def test_it_tells_what_the_settings_come_to(told, small_model):
     text = told({"profile": "n100", "model": {"path": str(small_model)}, "runtime": {"n_threads_batch": 3}})
     cores = hardware.cores()
     for words in (f"cores            {cores.count}: {cores.because}", f"auto -> {cores.count}, because {cores.because}", "n_threads_batch  3", "profile          n100, config.yaml names it",
-                  "runtime.n_ctx: 2048 -> 1024", "n_ctx 1024, n_batch 128, ", f"98 MB, {small_model}", "about ", "KV cache 53 MB", "llama-cpp-python 0.3."):
+                  "runtime.n_ctx: 2048 -> 1024", "n_ctx 1024, n_batch 128, ", f"98 MB, {small_model}", "about ", "KV cache 53 MB", "llama-cpp-python 0.3.", "computes         yes, with the "):
         assert words in text, text
 
 
@@ -41,8 +41,9 @@ def test_the_same_for_programs(told, small_model):
     assert facts["config"]["threads"] == {"n_threads": 5, "n_threads_batch": 5} and facts["config"]["in_force"] is None
     assert facts["weights"]["bytes"] == small_model.stat().st_size
     needs = facts["needs"]
-    assert not needs["refusal"] and not needs["short"] and needs["least"] == sum(needs[part] for part in ("program", "weights", "vocabulary", "kv", "compute")) - needs["droppable"]
-    assert facts["memory"]["available"] > 0 and facts["cores"]["count"] >= 1 and facts["device"]["llama_cpp_code"]
+    assert not needs["refusal"] and not needs["short"] and needs["least"] == sum(needs[part] for part in ("program", "weights", "repacked", "vocabulary", "kv", "compute")) - needs["droppable"]
+    assert facts["memory"]["available"] > 0 and facts["cores"]["count"] >= 1 and facts["cpu_code"]["computes"]
+    assert facts["cpu_code"]["name"] and not facts["cpu_code"]["fault"], facts["cpu_code"]
 
 
 def test_it_works_without_weights_and_fetches_none(told, tmp_path):

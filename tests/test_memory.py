@@ -7,16 +7,18 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from qwen_chat import memory
+from qwen_chat import cpu_code, memory, offline
 from qwen_chat.config import Runtime
 from qwen_chat.engine import Engine
 from qwen_chat.hardware import Memory
-from qwen_chat.memory import NotEnoughMemory, Shape, mb, needed
-from qwen_chat.model import Model, read_shape
+from qwen_chat.memory import Layout, NotEnoughMemory, Shape, mb, needed
+from qwen_chat.gguf import read_shape
+from qwen_chat.model import Model
 from qwen_chat.weights import Weights
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,11 +56,11 @@ def test_the_buffers_are_as_large_as_llama_cpp_says(small_model, settings, caplo
         model.open_context(runtime, min(runtime.n_ctx, model.n_ctx_train) * runtime.parallel + 30, runtime.parallel + 1, 1, 1)
         model.close()
     said = {}
-    for name, size in re.findall(r"CPU(?:_\w+)? +(KV|compute|output|model) buffer size = +([\d.]+) MiB", caplog.text):
+    for name, size in re.findall(r"(?:CPU(?:_\w+)?|AMX) +(KV|compute|output|model) buffer size = +([\d.]+) MiB", caplog.text):
         said[name] = said.get(name, 0) + float(size) * 2**20
     assert need.kv == pytest.approx(said["KV"], rel=0.001)
     assert need.compute == pytest.approx(said["compute"] + said["output"], rel=0.06, abs=500_000)
-    assert need.weights == pytest.approx(said["model"], rel=0.01)
+    assert need.weights + need.repacked == pytest.approx(said["model"], rel=0.01)
 
 
 RESIDENT = """
@@ -67,7 +69,7 @@ from pathlib import Path
 import psutil
 from qwen_chat.config import Runtime
 from qwen_chat.engine import Engine
-from qwen_chat.model import read_shape
+from qwen_chat.gguf import read_shape
 from qwen_chat.weights import Weights
 path, runtime = Path(sys.argv[1]), Runtime(**json.loads(sys.argv[2]))
 read_shape(path)
@@ -87,6 +89,56 @@ def test_a_process_takes_what_was_reckoned(small_model, settings):
     before, resident = json.loads(done.stdout)
     need = needed(read_shape(small_model), Runtime(**settings), program=before)
     assert need.total == pytest.approx(resident, rel=0.1), f"{mb(need.total)} reckoned, {mb(resident)} resident"
+
+
+@pytest.fixture(scope="module")
+def repacked_model(small_model, tmp_path_factory):
+    """The small model in Q4_0, which processors with fast code for it lay out anew."""
+    file = tmp_path_factory.mktemp("model") / "small-q4_0.gguf"
+    assert offline.quantize(small_model, file, "Q4_0", {"nowhere": "Q4_0"}, {}, 2, False, lambda level, line: None)
+    return file
+
+
+def test_copies_are_as_large_as_llama_cpp_makes_them(repacked_model, caplog):
+    shape = read_shape(repacked_model)
+    with caplog.at_level(logging.DEBUG, "llama.cpp"):
+        Model(repacked_model, Runtime()).close()
+    said = dict(re.findall(r"(CPU_REPACK|AMX) +model buffer size = +([\d.]+) MiB", caplog.text))
+    assert set(said) == set(shape.copy_kinds)
+    assert shape.copies == pytest.approx(sum(map(float, said.values())) * 2**20, rel=0.01)
+    if "avx2" in cpu_code.features(cpu_code.use()):
+        assert shape.copied > shape.weights / 2
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_mmap": True}, {"use_mmap": False}], ids=str)
+def test_a_process_with_copies_takes_what_was_reckoned(repacked_model, settings):
+    done = subprocess.run([sys.executable, "-c", RESIDENT, str(repacked_model), json.dumps({"n_ctx": 512, **settings})], cwd=ROOT, capture_output=True, text=True, check=True)
+    before, resident = json.loads(done.stdout)
+    need = needed(read_shape(repacked_model), Runtime(n_ctx=512, **settings), program=before)
+    assert need.total == pytest.approx(resident, rel=0.1), f"{mb(need.total)} reckoned, {mb(resident)} resident"
+
+
+COPYING = replace(QWEN, copies=230_000_000, copied=200_000_000, copy_kinds=("AMX",))
+MOSTLY = replace(QWEN, weights=361_000_000, copies=300_000_000, copied=300_000_000, copy_kinds=("CPU_REPACK",))
+
+
+def test_copies_are_in_the_sum_and_made_only_where_there_is_room():
+    plain, both = needed(QWEN, Runtime()), needed(COPYING, Runtime())
+    assert both.least == plain.least + 230_000_000 and both.layout == Layout(True, True)
+    assert "weights repacked for the processor 230 MB" in both.parts() and "repacked" not in plain.parts()
+    assert memory.check(COPYING, Runtime(), there(both.least / 1e6 + 1), 0) == both
+    short_of_copies = memory.check(COPYING, Runtime(), there(both.least / 1e6 - 1), 0)
+    assert short_of_copies.layout == Layout(True, False) and short_of_copies.least == plain.least
+    assert memory.check(COPYING, Runtime(), there(10_000), 0, extra_buffers=False).layout == Layout(True, False)
+    assert memory.check(COPYING, Runtime(), there(plain.least / 1e6 * 0.97), 0).layout == Layout(True, False)
+
+
+def test_of_a_file_that_is_mostly_copied_nothing_is_held_twice():
+    auto, mapped = needed(MOSTLY, Runtime()), needed(MOSTLY, Runtime(use_mmap=True))
+    assert auto.layout == Layout(False, True) and mapped.layout == Layout(True, True)
+    assert mapped.total - auto.total == 300_000_000
+    assert needed(MOSTLY, Runtime(use_mmap=False)).layout == Layout(False, True)
+    assert memory.check(MOSTLY, Runtime(), there(10_000), 0, extra_buffers=False).layout == Layout(True, False)
 
 
 def test_weights_of_which_rows_are_looked_up_need_not_stay_where_they_are_mapped():
