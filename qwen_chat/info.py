@@ -161,6 +161,8 @@ def _weights(facts: dict) -> list[tuple[str, str]]:
     if needs is None:
         return [*rows, ("needs", "known once the weights are here")]
     rows.append(("needs", f"about {mb(needs['least'])} ({needs['parts']})"))
+    if needs["repacked"]:
+        rows.append(("", f"{mb(needs['repacked'])} of it is a copy of weights in the processor's own order ({', '.join(needs['copy_kinds'])})"))
     if needs["refusal"]:
         rows.append(("", needs["refusal"]))
     elif needs["short"]:
