@@ -172,7 +172,7 @@ def _circumstances(code: CpuCode) -> str:
     used, has = features(code), hardware.cpu_features()
     missing = [name for name in used if has and name not in has]
     parts = [f"compiled by {made_by}" if (made_by := compiler(code)) else "", f"for {', '.join(used)}" if used else "",
-             f"of which the {hardware.cpu_model()} does not have {', '.join(missing)}" if missing else f"on an {hardware.cpu_model()}"]
+             f"of which the {hardware.cpu_model()} does not have {', '.join(missing)}" if missing else f"on the {hardware.cpu_model()}"]
     return " ".join(filter(None, parts[:2])) + f", {parts[2]}"
 
 
