@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import psutil
 
 from .engine import Info
-from .hardware import allowed_processors, cpu_quota, memory_limit
+from .hardware import allowed_processors, cpu_quota, usable_memory
 
 KEPT = 50  # answers
 RECENT = 20  # of them, for the figures that sum up
@@ -144,7 +144,7 @@ class Performance:
         cores = self._usage.cores()
         return Snapshot(
             self._answers, self._total,
-            memory_used=self._usage.memory(), memory_granted=memory_limit() or psutil.virtual_memory().total,
+            memory_used=self._usage.memory(), memory_granted=usable_memory().total,
             cores_used=cores if since <= NOW_SECONDS else None, cores_granted=round(min(allowed_processors(), cpu_quota() or float("inf")), 2),
             running=engine.running, waiting=engine.waiting,
             parked=len(cache.parked) if cache else 0, parked_bytes=cache.parked_bytes if cache else 0,

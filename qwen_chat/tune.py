@@ -12,14 +12,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from . import bench_report as report
 from . import config_edit, weights
 from .bench import cpu_model
 from .bench_sides import GREEDY, Texts
 from .config import DEFAULT_FILE, Config, Runtime, load_or_exit
-from .hardware import allowed_processors, memory_limit, usable_cores
+from .hardware import allowed_processors, usable_cores, usable_memory
 from .model import Model, ModelError
 from .tune_choice import Speeds, choose, compare, faster, not_slower, thread_counts
 
@@ -314,7 +312,7 @@ class Tuner:
             if not file.is_file():
                 raise weights.WeightsError(f"{file}: {'a folder' if file.is_dir() else 'no such file'}; the name of a .gguf file is needed")
         needed = sum(file.stat().st_size for file in self.files)
-        free = min(psutil.virtual_memory().available, memory_limit() or 2**63)
+        free = usable_memory().available
         if len(self.files) > 1 and needed > free:
             raise TuneError(f"{len(self.files)} files of together {needed / 1e6:,.0f} MB, but {free / 1e6:,.0f} MB of memory are free; compare fewer at once")
         for file in self.files:

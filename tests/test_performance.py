@@ -12,6 +12,7 @@ from test_engine import ask
 from qwen_chat import performance, texts, view
 from qwen_chat.config import Runtime
 from qwen_chat.engine import Engine, Info, Stats
+from qwen_chat.hardware import Memory
 from qwen_chat.performance import KEPT, RECENT, Performance, count_words
 
 INFO = Info("a <model>", "/m.gguf", None, 490, 494_032_768, 2048, 32768, 2, 2, 491_400_032, "Q4_K_M", "haswell", ("AVX2", "FMA", "OPENMP"))
@@ -83,7 +84,7 @@ def test_processor_use_is_that_of_now_or_not_told(idle, monkeypatch):
 
 
 def test_what_a_container_grants_is_the_measure(idle, monkeypatch):
-    monkeypatch.setattr(performance, "memory_limit", lambda: 1_000_000_000)
+    monkeypatch.setattr(performance, "usable_memory", lambda: Memory(1_000_000_000, 1, 0, True))
     monkeypatch.setattr(performance, "cpu_quota", lambda: 0.5)
     snapshot = look(idle)
     assert (snapshot.memory_granted, snapshot.cores_granted) == (1_000_000_000, 0.5)
@@ -137,7 +138,7 @@ def test_the_engine_tells_what_computes_the_model(bot, small_model):
     ],
 )
 def test_the_empty_view(idle, monkeypatch, language, parts):
-    monkeypatch.setattr(performance, "memory_limit", lambda: 4_000_000_000)
+    monkeypatch.setattr(performance, "usable_memory", lambda: Memory(4_000_000_000, 1, 0, True))
     shown = view.render(look(idle), texts.preferred(language, None))
     assert [part for part in parts if part not in shown] == []
     assert "<svg" not in shown and "a &lt;model&gt;" in shown

@@ -15,6 +15,7 @@ import yaml
 from qwen_chat import config_edit, tune
 from qwen_chat.__main__ import main
 from qwen_chat.config import Config, Runtime
+from qwen_chat.hardware import Memory
 from qwen_chat.tune_choice import choose, compare, decided, faster, not_slower, thread_counts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -253,7 +254,7 @@ def test_faults_are_told_in_a_sentence(config_file, tmp_path, capsys, monkeypatc
     fails(3, "text.gguf: not a GGUF file", "--weights", tmp_path / "text.gguf")
     fails(1, "--model and --weights together", "--model", "a.gguf", "--weights", "b.gguf")
     fails(1, "there is no such folder", "--json", tmp_path / "none" / "x.json")
-    monkeypatch.setattr(tune.psutil, "virtual_memory", lambda: SimpleNamespace(available=10, total=20))
+    monkeypatch.setattr(tune, "usable_memory", lambda: Memory(20, 10, 0, True))
     fails(1, "compare fewer at once", "--weights", config_file, tmp_path / "text.gguf")
     config_file.write_text("runtime: {n_thread: 1}\n")
     with pytest.raises(SystemExit, match="2"):
