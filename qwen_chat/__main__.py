@@ -19,7 +19,7 @@ INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 
 
 def main(arguments: list[str]) -> int:
-    from .weights import WeightsError
+    from .weights import UnusableWeights, WeightsError
 
     parser = argparse.ArgumentParser(prog="python -m qwen_chat", description="Tools of the chat bot. CONFIG=/path/file.yaml names another config.yaml.")
     tools = parser.add_subparsers(dest="tool", metavar="TOOL")
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
         return module.run(options)
     except WeightsError as error:
         print(error, file=sys.stderr)
-        return 3
+        return 4 if isinstance(error, UnusableWeights) else 3
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         sys.stderr.close()
         return 0
