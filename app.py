@@ -24,7 +24,7 @@ from qwen_chat.model import ModelError
 from qwen_chat.sampling import Sampling
 
 # How the program ends: 0 when it is told to, 1 when the engine breaks, and these, of which the first that fits counts.
-# Faults of config.yaml are a 2 as well. After a 3 another start may find what this one did not, after the others it may not.
+# Faults of config.yaml are a 2 as well. Only after a 3 another start may find what this one did not.
 STATUSES = {2: NotEnoughMemory, 4: (weights.UnusableWeights, ModelError), 3: weights.WeightsError}
 
 config = load_or_exit()

@@ -65,7 +65,7 @@ class WeightsError(Exception):
 
 
 class UnusableWeights(WeightsError):
-    """The weights that are here, or that the configuration names, cannot be used: another start changes nothing about it."""
+    """The weights that are here, or that the configuration names, cannot be used; another start does not mend it."""
 
 
 class _Failed(Exception):
@@ -77,7 +77,7 @@ class _Wrong(_Failed):
 
 
 class _Reasons(list[str]):
-    """Why each source gave no file. `passing`: one of the reasons may be gone at the next start, as a dead network is."""
+    """Why each source gave no file. `passing`: a reason, such as a dead network, may be gone at the next start."""
 
     passing = False
 
@@ -155,7 +155,8 @@ def _given(value: str) -> Path:
     path = ROOT / os.path.expanduser(value)
     fault = "a folder" if os.path.isdir(path) else _fault(path, None)
     if fault:
-        raise UnusableWeights(f"model.path: {path}: {fault}. Give the path of a .gguf file, or null to have one fetched.")
+        advice = "Give the path of a .gguf file, or null to have one fetched."
+        raise UnusableWeights(f"model.path: {path}: {fault}. {advice}")
     return path
 
 

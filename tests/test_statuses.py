@@ -31,7 +31,11 @@ def test_weights_that_cannot_be_had_now_are_a_3(status):
     assert ended == 3 and "127.0.0.1:9 cannot be reached" in said and "Traceback" not in said
 
 
-@pytest.mark.parametrize("content, words", [(None, "No such file"), (b"<html>", "not a GGUF file"), (b"GGUF" + bytes(1000), "llama.cpp cannot load")])
+@pytest.mark.parametrize("content, words", [
+    (None, "No such file"),
+    (b"<html>", "not a GGUF file"),
+    (b"GGUF" + bytes(1000), "llama.cpp cannot load"),
+])
 def test_weights_that_are_here_and_cannot_be_used_are_a_4(status, tmp_path, content, words):
     file = tmp_path / "mine.gguf"
     if content:
