@@ -24,8 +24,9 @@ from qwen_chat.memory import NotEnoughMemory
 from qwen_chat.model import ModelError
 from qwen_chat.sampling import Sampling
 
-# How the program ends: 0 when it is told to, 1 when the engine breaks, and these. Faults of config.yaml are a 2 as well.
-STATUSES = {2: NotEnoughMemory, 3: (weights.WeightsError, ModelError), 5: CpuCodeError}
+# How the program ends: 0 when it is told to, 1 when the engine breaks, and these, of which the first that fits counts.
+# Faults of config.yaml are a 2 as well. Only after a 3 another start may find what this one did not.
+STATUSES = {2: NotEnoughMemory, 4: (weights.UnusableWeights, ModelError), 3: weights.WeightsError, 5: CpuCodeError}
 
 config = load_or_exit()
 engine = Engine(config.runtime, partial(weights.find, config.model), config.server.queue_size, lambda: conversation.opening())

@@ -60,6 +60,13 @@ def in_context(folder: Path, configured: config.Model, model: config.Model) -> P
     return file
 
 
+def in_the_build(message: str) -> str:
+    """A message of weights.py for whoever builds: a file by hand goes into the build context."""
+    lines = [line for line in message.splitlines() if not line.startswith("- model.fallbacks")]
+    said = "\n".join(lines).replace(", or name it as model.path in config.yaml", "")
+    return said.replace(str(weights.ROOT / "models"), "models/ beside the Dockerfile")
+
+
 def main(context: Path, target: Path) -> None:
     if TOKEN.exists():
         os.environ["HF_TOKEN"] = TOKEN.read_text().strip()
@@ -69,7 +76,8 @@ def main(context: Path, target: Path) -> None:
         file = in_context(context, configured, model)
         source, name = (file, file.name) if file else (weights.find(model).path, model.filename)
     except (ValueError, weights.WeightsError) as error:
-        sys.exit(f"{error}\nIn the build of an image: MODEL_* and HF_ENDPOINT are build arguments, and models/ is that of the build context.")
+        said = in_the_build(str(error))
+        sys.exit(f"{said}\nMODEL_*, HF_ENDPOINT and the secret HF_TOKEN are given to docker build (README).")
     named = [config.Model(), configured] + ([] if starts_unquantised(configured) else [model])
     _put(source, name, target, [weights.identity(each) for each in named])
     print("from models/" if file else "fetched")

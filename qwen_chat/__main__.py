@@ -20,7 +20,7 @@ INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 
 def main(arguments: list[str]) -> int:
     from .cpu_code import CpuCodeError
-    from .weights import WeightsError
+    from .weights import UnusableWeights, WeightsError
 
     parser = argparse.ArgumentParser(prog="python -m qwen_chat", description="Tools of the chat bot. CONFIG=/path/file.yaml names another config.yaml.")
     tools = parser.add_subparsers(dest="tool", metavar="TOOL")
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
         return module.run(options)
     except WeightsError as error:
         print(error, file=sys.stderr)
-        return 3
+        return 4 if isinstance(error, UnusableWeights) else 3
     except CpuCodeError as error:
         print(error, file=sys.stderr)
         return 5

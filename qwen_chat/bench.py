@@ -200,7 +200,7 @@ def started(config: Config, found: weights.Weights, **runtime):
         engine.start()
         while not engine.ready.wait(0.002):
             if isinstance(engine.error, ModelError):
-                raise weights.WeightsError(str(engine.error))
+                raise weights.UnusableWeights(str(engine.error))
             if engine.ended.is_set():
                 raise EngineError(str(engine.error))
         yield EngineSide(engine, conversation)

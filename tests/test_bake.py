@@ -121,9 +121,13 @@ def test_a_file_that_is_no_model_ends_the_build(bake, give, content):
 
 
 def test_weights_that_cannot_be_had_end_the_build(bake, tmp_path):
-    with pytest.raises(SystemExit, match="127.0.0.1:9 cannot be reached"):
+    with pytest.raises(SystemExit, match="127.0.0.1:9 cannot be reached") as ended:
         bake(MODEL_REPO="someone/tiny", MODEL_FILE="tiny.gguf")
     assert not (tmp_path / "app").exists()
+    said = str(ended.value)
+    assert "tiny.gguf is not under models/ beside the Dockerfile" in said
+    assert "put it into models/ beside the Dockerfile." in said
+    assert str(weights.ROOT) not in said and "model." not in said.replace("models/", "")  # no key helps here
 
 
 def test_the_arguments_name_another_model(bake, monkeypatch, give, tmp_path):
@@ -197,10 +201,39 @@ def test_an_unknown_quantisation_ends_the_build(bake, give, tmp_path):
         runpy.run_path(str(BAKE))["quantize"]("Q4_KM", tmp_path / "app", tmp_path / "out")
 
 
-def test_the_stage_that_quantises_has_the_code_it_needs(tmp_path):
-    root = BAKE.parent.parent
-    stage = (root / "Dockerfile").read_text().split("AS weights-quantized")[1].split("\nFROM ")[0]
-    (tmp_path / "qwen_chat").mkdir()
-    for name in re.findall(r"qwen_chat/[\w.]+", stage):
-        shutil.copy(root / name, tmp_path / name)
-    subprocess.run([sys.executable, "-c", "import qwen_chat.quantize as q; assert q.samples.CALIBRATION.exists()"], cwd=tmp_path, check=True)
+DOCKERFILE = (BAKE.parent.parent / "Dockerfile").read_text()
+
+
+PICKED = re.findall(r"python modules\.py /(\S+) (.*?)(?: \\|$)", DOCKERFILE, re.M)
+
+
+@pytest.fixture(params=PICKED, ids=lambda stage: stage[0])
+def stage(request, tmp_path):
+    """The code of a stage that handles weights, as the Dockerfile picks it, and the modules that it is picked for."""
+    folder, modules = tmp_path / request.param[0], request.param[1].split()
+    subprocess.run([sys.executable, BAKE.parent / "modules.py", folder, *modules], cwd=BAKE.parent.parent, check=True)
+    return folder, modules
+
+
+def test_a_stage_that_handles_weights_has_the_code_it_needs(stage):
+    """All that its modules import, within functions too, is there, and the text that quantising needs."""
+    folder, modules = stage
+    there = {f"qwen_chat.{file.stem}" for file in (folder / "qwen_chat").glob("*.py")}
+    assert there > set(modules)
+    subprocess.run([sys.executable, "-c", f"import {', '.join(there)}"], cwd=folder, check=True)
+    for file in (folder / "qwen_chat").glob("*.py"):
+        wanted = re.findall(r"^\s*from \.(\w+) import", file.read_text(), re.M)
+        assert {f"qwen_chat.{name}" for name in wanted} <= there, file
+    assert (folder / "qwen_chat" / "calibration.yaml").exists()
+
+
+def test_a_stage_that_handles_weights_has_nothing_of_the_page(stage):
+    """An edit of the page would fetch or quantise again."""
+    there = {file.name for file in (stage[0] / "qwen_chat").iterdir()}
+    assert not there & {"ui.py", "texts.py", "panel.py", "api.py", "page.js", "page.css"}
+
+
+def test_only_the_picked_code_reaches_the_stages_that_handle_weights():
+    for name in ("weights", "weights-quantized"):
+        stage = DOCKERFILE.split(f" AS {name}\n")[1].split("\nFROM ")[0]
+        assert "COPY --from=code /" in stage and not re.search(r"^COPY .*\bqwen_chat", stage, re.M)

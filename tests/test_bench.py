@@ -256,9 +256,9 @@ def test_faults_are_told_in_a_sentence(tool, tmp_path):
     fails(1, "add --only window", "bench", "--only", "load", "--figure", "turns.svg")
     fails(1, "there is no such folder", "bench", "--json", tmp_path / "none" / "x.json")
     fails(2, "no such file", "bench", CONFIG=str(tmp_path / "none.yaml"))
-    fails(3, "none.gguf: ", "bench", "--model", tmp_path / "none.gguf")
+    fails(4, "none.gguf: ", "bench", "--model", tmp_path / "none.gguf")
     (tmp_path / "text.gguf").write_text("hello")
-    fails(3, "text.gguf: not a GGUF file", "bench", "--model", tmp_path / "text.gguf")
+    fails(4, "text.gguf: not a GGUF file", "bench", "--model", tmp_path / "text.gguf")
     result = tool("bench", "--quick", "--against", "http://127.0.0.1:9", "--json", "-")
     assert result.returncode == 1 and "http://127.0.0.1:9/v1 does not answer" in result.stderr and "Traceback" not in result.stderr
 

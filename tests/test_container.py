@@ -4,6 +4,7 @@ Without a Docker daemon one is started, where dockerd is installed and this runs
 how fast the machine is: times only bound how long a hang may last.
 """
 
+import hashlib
 import http.client
 import json
 import os
@@ -16,7 +17,10 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
+from test_sbom import valid
 
+from qwen_chat.config import Runtime
 from qwen_chat.hardware import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +29,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 HADOLINT = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 CAREFUL = "--read-only --tmpfs /tmp --cap-drop ALL --security-opt no-new-privileges --memory 1g".split()
 LIBRARIES = "/usr/local/lib/python3.12/site-packages/llama_cpp/lib"
+COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
 PATIENCE = 120  # seconds until something counts as hanging
 
 
@@ -84,7 +89,7 @@ def _with_base(docker: Docker) -> Docker:
 def _context(folder: Path) -> Path:
     """A build context with all that the image may see, but no model."""
     (folder / "models").mkdir(parents=True)
-    for name in ("Dockerfile", ".dockerignore", "app.py", "config.yaml", "requirements.txt"):
+    for name in ("Dockerfile", ".dockerignore", "app.py", "config.yaml", "requirements.lock"):
         shutil.copy(ROOT / name, folder)
     for name in ("qwen_chat", "deploy"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -102,7 +107,8 @@ class Container:
     def __init__(self, docker: Docker, image: str, *options, port: int | None = None):
         self.docker, self.port = docker, port or _free_port()
         port_option = [] if port else ["--env", f"PORT={self.port}"]
-        started = docker("run", "--detach", "--network", "host", *port_option, *options, image)
+        network = [] if "--network" in options else ["--network", "host"]
+        started = docker("run", "--detach", *network, *port_option, *options, image)
         assert started.returncode == 0, started.stdout
         self.id = started.stdout.split()[-1]
 
@@ -205,33 +211,71 @@ def test_it_answers_on_its_page_under_every_restriction(run):
     assert container.stop() == 0
 
 
+def test_it_needs_no_place_to_write_to(run):
+    """The least that a host may grant: nothing can be written, not even below /tmp."""
+    container = run("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges").until_up()
+    assert _ask(container, "What is the capital of France?").strip()
+    assert "Traceback" not in container.log
+    assert container.stop() == 0
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT", "HUP", "QUIT"])
+def test_every_signal_that_asks_for_an_end_ends_it(run, name):
+    """Python is process 1, for which the kernel has no defaults."""
+    container = run().until_up()
+    container.docker("kill", "--signal", name, container.id)
+    assert container.docker("wait", container.id).stdout.strip() == "0"
+    assert f"SIG{name}" in container.log.splitlines()[-1] and "Traceback" not in container.log
+
+
 def test_it_can_be_stopped_while_it_starts(run):
     container = run()
     container.until(lambda: "llama.cpp computes with" in container.log)
     assert container.stop() == 0
 
 
-@pytest.mark.parametrize("limits, most", [
-    (["--cpus", "0.5"], 1),
-    (["--cpus", "1"], 1),
-    (["--cpus", "1.5"], 1),
-    (["--cpuset-cpus", "0"], 1),
-    (["--cpus", f"{os.cpu_count()}"], os.cpu_count()),
-    ([], os.cpu_count()),
+@pytest.fixture
+def info(docker, image):
+    """What `info --json` tells in a container with these options."""
+
+    def info(*options) -> dict:
+        command = ["python", "-m", "qwen_chat", "info", "--json"]
+        told = docker("run", "--rm", *options, "--network", "host", image, *command)
+        assert told.returncode == 0, told.stdout
+        return json.loads(told.stdout)
+
+    return info
+
+
+@pytest.mark.parametrize("limits, most, quota", [
+    (["--cpus", "0.5"], 1, 0.5),
+    (["--cpus", "1"], 1, 1.0),
+    (["--cpus", "1.5"], 1, 1.5),
+    (["--cpuset-cpus", "0"], 1, None),
+    (["--cpus", f"{os.cpu_count()}"], os.cpu_count(), None),
+    ([], os.cpu_count(), None),
 ], ids=lambda value: " ".join(value) or "none" if isinstance(value, list) else "")
-def test_the_threads_follow_the_limits(docker, image, limits, most):
-    count = docker("run", "--rm", *limits, "--network", "host", image, "python", "-c", "from qwen_chat.hardware import usable_cores; print(usable_cores())")
-    assert int(count.stdout) == min(most, usable_cores())
+def test_the_threads_follow_the_limits(info, limits, most, quota):
+    facts, expected = info(*limits), min(most, usable_cores())
+    assert facts["cores"]["count"] == expected
+    assert set(facts["config"]["threads"].values()) == {expected}
+    if quota and expected < usable_cores():
+        assert (facts["cores"]["reason"], facts["cores"]["quota"]) == ("quota", quota)
 
 
-def test_it_tells_what_the_limits_leave_of_the_machine(docker, image):
-    told = docker("run", "--rm", "--cpus", "1.5", "--memory", "600m", "--network", "host", image, "python", "-m", "qwen_chat", "info", "--json")
-    facts = json.loads(told.stdout)
+def test_it_tells_what_the_limits_leave_of_the_machine(info):
+    facts = info("--cpus", "1.5", "--memory", "600m")
     assert facts["memory"]["total"] == 600 * 2**20 and facts["memory"]["limited"]
     assert 0 < facts["memory"]["available"] < 600 * 2**20
-    assert facts["cores"]["count"] == 1 and (facts["cores"]["reason"], facts["cores"]["quota"]) == ("quota", 1.5) or os.cpu_count() == 1
+    assert facts["cores"]["count"] == 1
     assert facts["config"]["in_force"] == "tiny" and "container" in facts["device"]["surroundings"]
     assert facts["weights"]["name"] == "small" and not facts["needs"]["refusal"]
+
+
+def test_a_port_below_1024_can_be_had_in_a_network_of_its_own(run):
+    """There Docker lets every user have it; in the host's network it is the host's to say."""
+    container = run("--network", "none", "--env", "PORT=80", port=80)
+    container.until(lambda: container.state("Health.Status") == "healthy")
 
 
 def test_too_little_memory_is_explained(run):
@@ -274,14 +318,37 @@ def test_a_mounted_config_takes_effect(run, tmp_path):
 def test_a_broken_config_is_explained(run, tmp_path):
     container = run(*CAREFUL, *_config(tmp_path, "runtime: {n_thread: 4}\n"))
     assert container.docker("wait", container.id).stdout.strip() == "2"
-    assert container.log.strip() == "config.yaml: runtime.n_thread: no such key; did you mean n_threads? " \
-                                    "allowed: " + ", ".join(_runtime_keys())
+    assert container.log.strip() == NO_SUCH_KEY
 
 
-def _runtime_keys() -> list[str]:
-    from qwen_chat.config import Runtime
+NO_SUCH_KEY = ("config.yaml: runtime.n_thread: no such key; did you mean n_threads? allowed: "
+               + ", ".join(Runtime.model_fields))
 
-    return list(Runtime.model_fields)
+
+def test_compose_gives_up_on_a_broken_config(run, tmp_path):
+    container = run("--restart", COMPOSE["services"]["chat"]["restart"], *_config(tmp_path, "runtime: {n_thread: 4}\n"))
+    assert _gives_up(container) == "2"
+    assert set(container.log.split("\n")) == {NO_SUCH_KEY, ""}
+
+
+def _gives_up(container: Container) -> str:
+    """The status that a container ends with for good, after its restarts."""
+    end = time.monotonic() + PATIENCE
+    while container.state("Status") != "exited":
+        assert time.monotonic() < end, container.log
+        time.sleep(0.1)
+    return container.state("ExitCode")
+
+
+@pytest.mark.parametrize("content, words", [
+    (b"<html>", "not a GGUF file"),
+    (b"GGUF" + bytes(1000), "llama.cpp cannot load this file"),
+])
+def test_weights_that_cannot_be_used_are_explained(run, tmp_path, content, words):
+    (tmp_path / "mine.gguf").write_bytes(content)
+    container = run(*CAREFUL, "--volume", f"{tmp_path / 'mine.gguf'}:/app/models/mine.gguf:ro")
+    assert container.docker("wait", container.id).stdout.strip() == "4"
+    assert words in container.log and "Traceback" not in container.log
 
 
 def test_a_mounted_model_is_used(run, small_model, tmp_path):
@@ -318,7 +385,31 @@ print("models", os.listdir("/app/models"))
 """
     found = docker("run", "--rm", "--network", "host", "--user", "0", image, "python", "-c", code).stdout.splitlines()
     assert found == ["tools []", "pip None", "folders []", "multimodal []", "copies 0", "caches []",
-                     "app ['app.py', 'config.yaml', 'image.json', 'models', 'qwen_chat']", "models ['small.gguf']"]
+                     "app ['app.py', 'config.yaml', 'image.json', 'models', 'qwen_chat', 'sbom.cdx.json']",
+                     "models ['small.gguf']"]
+
+
+def test_the_list_of_its_parts_is_whole(docker, image, small_model):
+    """Every package of Python and Debian, by version, and the weights; nothing that is not there."""
+    code = """
+import json, re, subprocess
+from importlib import metadata
+print(open("/app/sbom.cdx.json").read().replace(chr(10), ""))
+print(json.dumps({re.sub("[-_.]+", "-", each.name).lower(): each.version for each in metadata.distributions()}))
+print(json.dumps(subprocess.check_output(["dpkg-query", "-W", "-f", "${Package} ${Version};"], text=True)))
+"""
+    lines = docker("run", "--rm", "--network", "host", image, "python", "-c", code).stdout.splitlines()
+    sbom, installed, debian = (json.loads(line) for line in lines)
+    valid(json.dumps(sbom))
+    parts = {each.get("purl", each["name"]): each for each in sbom["components"]}
+    packages = [each for purl, each in parts.items() if purl.startswith("pkg:pypi/")]
+    assert {each["name"]: each["version"] for each in packages} == installed
+    assert all(each["hashes"] and each["licenses"] for each in packages)
+    listed = {f"{each['name']} {each['version']}" for purl, each in parts.items() if purl.startswith("pkg:deb/")}
+    there = set(debian.strip(";").split(";"))
+    assert there <= listed and {each.split(" ")[0] for each in listed - there} <= {"libgomp1"}
+    assert parts["small.gguf"]["hashes"][0]["content"] == hashlib.sha256(small_model.read_bytes()).hexdigest()
+    assert parts["pkg:github/ggml-org/llama.cpp"]["version"].startswith("ggml 0.")
 
 
 def test_without_weights_there_is_no_image(docker, tmp_path):
@@ -328,6 +419,7 @@ def test_without_weights_there_is_no_image(docker, tmp_path):
     assert result.returncode != 0
     assert "127.0.0.1:9 cannot be reached" in result.stdout
     assert "No weights: qwen2.5-0.5b-instruct-q4_k_m.gguf" in result.stdout
+    assert "put it into models/ beside the Dockerfile" in result.stdout and "/bake/models" not in result.stdout
 
 
 @pytest.mark.skipif(HADOLINT is None, reason="hadolint is not installed")

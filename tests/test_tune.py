@@ -248,10 +248,10 @@ def test_faults_are_told_in_a_sentence(config_file, tmp_path, capsys, monkeypatc
     def fails(status, words, *arguments):
         assert (main(["tune", *map(str, arguments)]), True) == (status, words in capsys.readouterr().err)
 
-    fails(3, "none.gguf: no such file", "--weights", tmp_path / "none.gguf")
-    fails(3, "none.gguf: ", "--model", tmp_path / "none.gguf")
+    fails(4, "none.gguf: no such file", "--weights", tmp_path / "none.gguf")
+    fails(4, "none.gguf: ", "--model", tmp_path / "none.gguf")
     (tmp_path / "text.gguf").write_text("hello")
-    fails(3, "text.gguf: not a GGUF file", "--weights", tmp_path / "text.gguf")
+    fails(4, "text.gguf: not a GGUF file", "--weights", tmp_path / "text.gguf")
     fails(1, "--model and --weights together", "--model", "a.gguf", "--weights", "b.gguf")
     fails(1, "there is no such folder", "--json", tmp_path / "none" / "x.json")
     monkeypatch.setattr(tune, "usable_memory", lambda: Memory(20, 10, 0, True))

