@@ -14,7 +14,6 @@ from typing import Callable
 import llama_cpp
 import numpy as np
 
-from .interrupt import called_back
 from .memory import CELLS_STEP, Shape
 from .sampling import Logprob, Sampler, Sampling
 
@@ -41,7 +40,6 @@ _complaints: deque[str] = deque(maxlen=4)
 
 
 @llama_cpp.llama_log_callback
-@called_back
 def _to_logging(level: int, text: bytes, _data) -> None:
     line = text.decode("utf-8", "replace").strip()
     if level == GGML_LOG_LEVEL_ERROR and line:
@@ -405,7 +403,6 @@ def _load(path: Path, runtime, progress: Callable[[float], bool]):
         (True, True): llama_cpp.LLAMA_LOAD_MODE_MMAP_MLOCK,
     }[runtime.use_mmap, runtime.use_mlock]
 
-    @called_back
     def report(fraction: float, _data) -> bool:
         return progress(fraction)
 
