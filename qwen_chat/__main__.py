@@ -1,7 +1,13 @@
 """The tools: python -m qwen_chat <tool>."""
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it without a traceback while Python still reads its own modules
+
 import argparse
 import importlib
+import os
 import sys
 
 from . import interrupt
@@ -15,10 +21,10 @@ TOOLS = {
     "quantize": "make the weights smaller and faster: any of llama.cpp's types, or a mix made for CPUs",
     "quality": "compare quantisations: perplexity, divergence, size and speed",
 }
-INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 
 
 def main(arguments: list[str]) -> int:
+    """Runs a tool and returns its exit status: its own, 3 to 5 as app.py has them, 1 where the system refuses something."""
     from .cpu_code import CpuCodeError
     from .weights import UnusableWeights, WeightsError
 
@@ -33,9 +39,11 @@ def main(arguments: list[str]) -> int:
             module = importlib.import_module(f".{name}", __package__)
             module.add_options(tool)
     options = parser.parse_args(arguments)  # does not return for an unknown tool
+    interrupt.check()  # importing takes a while
     try:
         return module.run(options)
     except WeightsError as error:
+        interrupt.check()
         print(error, file=sys.stderr)
         return 4 if isinstance(error, UnusableWeights) else 3
     except CpuCodeError as error:
@@ -44,15 +52,30 @@ def main(arguments: list[str]) -> int:
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         sys.stderr.close()
         return 0
+    except OSError as error:
+        interrupt.check()
+        print(f"{options.tool}: {refusal(error)}", file=sys.stderr)
+        return 1
+
+
+def refusal(error: OSError) -> str:
+    """What the system would not do, such as "x.json: No space left on device"."""
+    return f"{error.filename or 'the system says'}: {error.strerror or error}"
 
 
 def run() -> int:
-    interrupt.install()
-    try:
-        return main(sys.argv[1:])
-    except KeyboardInterrupt:
-        print("\nInterrupted.", file=sys.stderr)
-        return INTERRUPTED
+    """What `python -m qwen_chat` does."""
+    _prepare_output()
+    interrupt.end_at_once(interrupt.SIGNALS, interrupt.STATUS)  # while nothing runs, or nothing any more
+    return interrupt.run(lambda: main(sys.argv[1:]))
+
+
+def _prepare_output() -> None:
+    """A closed standard output is as none, and what its encoding has not is shown escaped."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")
+        stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, stream)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,8 @@ tokens, the likeliest token taken each time. Of config.yaml the weights, `runtim
 import argparse
 import importlib.util
 import json
-import multiprocessing
 import os
 import platform
-import signal
 import statistics
 import subprocess
 import sys
@@ -23,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from . import bench_report as report
-from . import weights
+from . import child, interrupt, weights
 from .bench_report import Figure, Part, ratios
 from .bench_sides import BenchError, EngineSide, HttpSide, LlamaSide, Texts, assistant, user
 from .config import Chat, Config, load_or_exit
@@ -163,10 +161,12 @@ class Bench:
         return self._number
 
     def steps(self, total: int, what: str = ""):
-        """range(total), with a progress bar on a terminal."""
+        """range(total), with a progress bar on a terminal. Raises Interrupted where the work was asked to end."""
         from huggingface_hub.utils import tqdm
 
-        return tqdm(range(total), desc=f"{self.label} {what}".strip(), leave=False, disable=not sys.stderr.isatty())
+        for number in tqdm(range(total), desc=f"{self.label} {what}".strip(), leave=False, disable=not sys.stderr.isatty()):
+            interrupt.check()
+            yield number
 
     def about(self) -> dict:
         """On what all this is measured."""
@@ -199,6 +199,7 @@ def started(config: Config, found: weights.Weights, **runtime):
     try:
         engine.start()
         while not engine.ready.wait(0.002):
+            interrupt.check()
             if isinstance(engine.error, ModelError):
                 raise weights.UnusableWeights(str(engine.error))
             if engine.ended.is_set():
@@ -339,13 +340,14 @@ def gap(bench: Bench) -> Part:
         for _ in bench.steps(bench.repeats):
             most = side.engine.n_ctx - SPARE
             steady = side.stream([Texts.story(bench.number())], most, object())
-            times = pool.submit(lambda: [time.perf_counter() for _ in steady])
-            _until(lambda: len(steady.tokens) >= 8 or steady.ended)
-            asked = time.perf_counter()
-            other = side.ask([user(texts_of(side).text(length, bench.number()))], 1, object())
-            _until(lambda: len(steady.tokens) >= most or steady.ended or time.perf_counter() > other.ended + 0.5)
-            steady.cancel()
-            moments = times.result()
+            with interrupt.waking(steady.cancel):  # for which the pool waits
+                times = pool.submit(lambda: [time.perf_counter() for _ in steady])
+                _until(lambda: len(steady.tokens) >= 8 or steady.ended)
+                asked = time.perf_counter()
+                other = side.ask([user(texts_of(side).text(length, bench.number()))], 1, object())
+                _until(lambda: len(steady.tokens) >= most or steady.ended or time.perf_counter() > other.ended + 0.5)
+                steady.cancel()
+                moments = times.result()
             before.append(_longest_gap(moments, 0, asked))
             gaps.append(_longest_gap(moments, asked, other.ended))
             side.settle()
@@ -355,7 +357,7 @@ def gap(bench: Bench) -> Part:
 
 def _until(condition) -> None:
     while not condition():
-        time.sleep(0.005)
+        interrupt.sleep(0.005)
 
 
 def _longest_gap(moments: list[float], start: float, end: float) -> float:
@@ -597,38 +599,23 @@ MEASUREMENTS = {
 
 def apart(bench: Bench, work, steps: int, *arguments) -> dict:
     """What `work(tick, *arguments)` returns in a fresh process, whose memory is its own; `steps` ticks are expected."""
-    context = multiprocessing.get_context("spawn")
-    reading, writing = context.Pipe(duplex=False)
-    process = context.Process(target=_work_apart, args=(writing, work, arguments), daemon=True)
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is this process's to handle
+    bar = iter(bench.steps(steps))
     try:
-        process.start()
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    writing.close()
-    try:
-        bar = iter(bench.steps(steps))
-        while True:
-            kind, value = reading.recv()
-            if kind == "result":
-                next(bar, None)
-                return value
-            if kind == "error":
-                raise BenchError(value)
-            next(bar, None)
-    except EOFError:
-        process.join(5)
-        raise BenchError(f"the process that measures ended with status {process.exitcode}; is there enough memory?") from None
-    finally:
-        process.terminate()
-        process.join()
+        result = child.run(_measured, work, arguments, on_message=lambda _: next(bar, None))
+    except child.Died as died:
+        raise BenchError(f"the process that measures ended with status {died.status}; is there enough memory?") from None
+    next(bar, None)
+    if isinstance(result, str):
+        raise BenchError(result)
+    return result
 
 
-def _work_apart(writing, work, arguments) -> None:
+def _measured(send, work, arguments) -> dict | str:
+    """The result, or why there is none."""
     try:
-        writing.send(("result", work(lambda: writing.send(("tick", None)), *arguments)))
+        return work(lambda: send("tick"), *arguments)
     except (BenchError, EngineError, TooLong, weights.WeightsError) as error:
-        writing.send(("error", str(error)))
+        return str(error)
 
 
 def resident() -> float:

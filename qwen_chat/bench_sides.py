@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Iterable, Iterator
 
+from . import interrupt
 from .engine import Engine, EngineError
 from .kvcache import token_array
 from .sampling import Sampling
@@ -61,12 +62,14 @@ class Answer:
 
 
 def take(pieces: Iterable[str], started: float) -> Answer:
-    """Reads an answer to its end; tokens are still to be counted."""
+    """Reads an answer to its end; tokens are still to be counted. Raises Interrupted where the work was asked to end."""
     texts, times = [], []
     for text in pieces:
         if text:
             texts.append(text)
             times.append(time.perf_counter())
+        interrupt.check()
+    interrupt.check()  # which may have ended it
     return Answer("".join(texts), 0, started, time.perf_counter(), times)
 
 
@@ -126,7 +129,8 @@ class EngineSide:
     def ask(self, messages: list[dict], max_tokens: int, owner: object = None) -> Answer:
         started = time.perf_counter()
         reply = self.stream(messages, max_tokens, owner)
-        answer = take(reply, started)
+        with interrupt.waking(reply.cancel):
+            answer = take(reply, started)
         stats = reply.stats
         answer.tokens, answer.prompt_tokens, answer.cached_tokens = stats.answer_tokens, stats.prompt_tokens, stats.cached_tokens
         return answer
@@ -150,7 +154,7 @@ class EngineSide:
                 raise EngineError(f"the engine has ended: {engine.error}")
             if time.monotonic() > end:
                 raise BenchError("the engine did not come to rest")
-            time.sleep(0.002)
+            interrupt.sleep(0.002)
 
     def bare_speed(self, messages: list[dict], max_tokens: int) -> float:
         """Tokens/s of nothing but decode and sample, over and over, on the thread that computes for the engine."""
@@ -158,19 +162,20 @@ class EngineSide:
         speeds = []
         loop = lambda reply: speeds.append(_decode_loop(self.engine, prompt.tokens, max_tokens))
         "".join(self.engine.stream(prompt.tokens, GREEDY, 1, on_end=loop))
+        interrupt.check()
         if not speeds[0]:
             raise BenchError("llama.cpp could not compute the bare loop")
         return speeds[0]
 
 
 def _decode_loop(engine: Engine, prompt: list[int], count: int) -> float:
-    """Tokens/s, 0 where llama.cpp fails. Called by the decode thread."""
+    """Tokens/s, 0 where llama.cpp fails or the work was asked to end. Called by the decode thread."""
     model, cache = engine.model, engine.cache
     sampler, slot = model.sampler(GREEDY), cache.acquire(token_array(prompt))
     times, tokens = [], token_array(prompt[len(slot):])
     try:
         for _ in range(count):
-            if model.decode([(slot.id, len(slot), tokens, True)]):
+            if interrupt.noted() or model.decode([(slot.id, len(slot), tokens, True)]):
                 return 0.0
             slot.tokens.extend(tokens)
             tokens = token_array([model.sample(sampler, len(tokens) - 1)[0]])
@@ -259,7 +264,7 @@ class HttpSide:
         return answer
 
     def settle(self) -> None:
-        time.sleep(SETTLE_SECONDS)
+        interrupt.sleep(SETTLE_SECONDS)
 
     def close(self) -> None:
         self._client.close()

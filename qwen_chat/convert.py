@@ -10,13 +10,11 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from . import quantize, samples, weights
+from . import child, interrupt, quantize, samples, weights
 from .config import load_or_exit
 from .model import ModelError
 
@@ -45,7 +43,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options) -> int:
     """0, or 1 where the file cannot be made."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave nothing behind then either
     try:
         config = load_or_exit()
         kind = quantize.named(options.type)
@@ -53,6 +50,7 @@ def run(options) -> int:
         convert(options.source, kind, Path(options.output) if options.output else None, config, calibration, options.force, options.revision)
         return 0
     except (ConvertError, quantize.QuantizeError, samples.SampleError, ModelError) as error:
+        interrupt.check()  # which ends loading
         print(f"convert: {error}", file=sys.stderr)
         return 1
 
@@ -73,8 +71,8 @@ def convert(source: str, kind: str, target: Path | None, config, calibration: Pa
     check_installed()
     _check_room(folder, target.parent)
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as work:
-            whole = Path(work) / f"{name}-F16.gguf"
+        with interrupt.unfinished(Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))) as work:
+            whole = work / f"{name}-F16.gguf"
             to_gguf(folder, whole)
             return quantize.make(str(whole), kind, target, config, calibration, force)
     except OSError as error:
@@ -162,14 +160,10 @@ def to_gguf(folder: Path, target: Path, kind: str = "f16") -> None:
     """Writes `target` by llama.cpp's converter, in a process of its own that asks no network. Raises ConvertError."""
     print(f"Converting {folder} to {kind.upper()}")
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONIOENCODING": "utf-8", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", CONVERTER, str(folder.resolve()), "--outfile", str(target.resolve()), "--outtype", kind]
+    arguments = [str(folder.resolve()), "--outfile", str(target.resolve()), "--outtype", kind]
     with tempfile.TemporaryFile() as output:
         # from an empty folder: what lies in the current one would be imported in place of the converter's own modules
-        process = subprocess.Popen(command, cwd=target.parent, env={**os.environ, **offline}, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-        try:
-            process.wait()
-        finally:
-            process.kill()
+        with child.program(CONVERTER, *arguments, cwd=target.parent, env={**os.environ, **offline}, stdout=output, stderr=output) as process:
             process.wait()
         output.seek(0)
         if process.returncode != 0 or not target.is_file():

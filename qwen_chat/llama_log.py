@@ -6,8 +6,6 @@ from collections import deque
 
 import llama_cpp
 
-from .interrupt import called_back
-
 log = logging.getLogger(__name__)
 llama_log = logging.getLogger("llama.cpp")
 
@@ -35,7 +33,6 @@ def because() -> str:
 
 
 @llama_cpp.llama_log_callback
-@called_back
 def _to_logging(level: int, text: bytes, _data) -> None:
     line = text.decode("utf-8", "replace").strip()
     if level == GGML_LOG_LEVEL_ERROR and line:

@@ -14,7 +14,6 @@ import llama_cpp
 import numpy as np
 
 from . import cpu_code, llama_log
-from .interrupt import called_back
 from .memory import CELLS_STEP, Layout
 from .sampling import Logprob, Sampler, Sampling
 
@@ -270,7 +269,6 @@ def _load(path: Path, layout: Layout, use_mlock: bool, progress: Callable[[float
     }[layout.use_mmap, use_mlock]
     params.use_extra_bufts = layout.extra_buffers
 
-    @called_back
     def report(fraction: float, _data) -> bool:
         return progress(fraction)
 

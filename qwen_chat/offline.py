@@ -10,6 +10,7 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
+from . import interrupt
 from .hardware import usable_cores
 from . import cpu_code
 from .gguf import Gguf, Tensor, ggml
@@ -41,7 +42,7 @@ class Scorer(Model):
     """
 
     def __init__(self, path: Path, runtime, watch: "Activations | None" = None):
-        super().__init__(path, runtime)
+        super().__init__(path, runtime, interrupt.loading)
         threads = usable_cores() if runtime.n_threads == "auto" else runtime.n_threads
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = WINDOW
@@ -86,6 +87,7 @@ class Scorer(Model):
     def read(self, tokens: list[int], position: int, every: bool = True) -> np.ndarray:
         """Computes at most CHUNK tokens that stand from `position` on. Returns the logits after each, without
         `every` only those after the last, shape (n, n_vocab), valid until the next call."""
+        interrupt.check()
         batch = self._batch.fill([(0, position, tokens, True)], every)
         if status := llama_cpp.llama_decode(self._context, batch):
             raise ModelError(f"{self.path.name}: llama.cpp could not compute {len(tokens)} tokens (status {status})")

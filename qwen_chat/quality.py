@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import samples
+from . import interrupt, samples
 from .bench_report import table
 from .config import load_or_exit
 from .model import ModelError
@@ -57,6 +57,7 @@ def run(options) -> int:
     try:
         results = measure([Path(name) for name in options.files], Path(options.text) if options.text else samples.EVALUATION, runtime, options.rounds)
     except (ModelError, samples.SampleError) as error:
+        interrupt.check()  # which ends loading
         print(f"quality: {error}", file=sys.stderr)
         return 1
     if options.json:

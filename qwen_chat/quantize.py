@@ -6,18 +6,15 @@ it has answered a question; whatever ends the work before leaves nothing behind.
 
 import argparse
 import difflib
-import multiprocessing
 import os
 import re
 import shutil
-import signal
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from . import offline, samples, weights
+from . import child, interrupt, offline, samples, weights
 from .config import Model, load_or_exit
 from .conversation import ChatTemplate
 from .hardware import usable_cores
@@ -65,7 +62,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options) -> int:
     """0, or 1 where the file cannot be made."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leave nothing behind then either
     source, kind = options.source or OFFICIAL, options.type
     if kind is None and not os.path.exists(source) and source.upper() in map(str.upper, KINDS):
         source, kind = OFFICIAL, source
@@ -77,6 +73,7 @@ def run(options) -> int:
         make(source, kind, target, config, calibration, options.force)
         return 0
     except (QuantizeError, ModelError, samples.SampleError) as error:
+        interrupt.check()  # which ends loading
         print(f"quantize: {error}", file=sys.stderr)
         return 1
 
@@ -101,11 +98,12 @@ def make(source: str, kind: str, target: Path | None, config, calibration: Path 
     if lossy := sorted(set(types.values()) - set(FLOATS)):
         print(f"warning: {file.name} is quantised already ({', '.join(lossy)}); what it lost then stays lost, and the new loss comes on top. "
               "Start from an F16 file where you can.", file=sys.stderr)
-    with _part(target) as part:
+    with interrupt.unfinished(_begin(target)) as part:
         weighed = importance(file, config.runtime, calibration) if calibration and kind not in UNWEIGHED else {}
         ftype, rules = (CPU_BASE, cpu_mix(types)) if kind == CPU else (ALIASES.get(kind, kind), {})
         _quantize(kind, (file, part, ftype, rules, weighed, usable_cores()))
         print(f"{QUESTION}\n> {answer(part, config)}")
+        interrupt.check()
         part.replace(target)
     print(f"{target}: {_mb(target)}. To use it, set model.path in config.yaml to its path.")
     return target
@@ -150,18 +148,14 @@ def _check(file: Path, target: Path, force: bool) -> None:
         raise QuantizeError(f"{target} is there already; --force replaces it, --output names another")
 
 
-@contextmanager
-def _part(target: Path):
-    """A file beside `target` to work on, which is gone in the end unless it took the target's place."""
+def _begin(target: Path) -> Path:
+    """An empty file beside `target` to work on. Raises QuantizeError where it cannot be made."""
     part = target.with_name(f"{target.name}.part")
     try:
         part.touch()
     except OSError as error:
         raise QuantizeError(f"{target}: cannot be written ({error.strerror or error})") from None
-    try:
-        yield part
-    finally:
-        part.unlink(missing_ok=True)
+    return part
 
 
 def importance(file: Path, runtime, calibration: Path) -> dict[str, np.ndarray]:
@@ -171,26 +165,12 @@ def importance(file: Path, runtime, calibration: Path) -> dict[str, np.ndarray]:
     try:
         texts = samples.windows(calibration, model, offline.WINDOW)
         print(f"Measuring which weights matter, over {sum(map(len, texts)):,} tokens of {calibration.name}")
-        with _interrupts_noted() as noted:
-            for tokens in _bar(texts, "measuring", len(texts)):
-                for _ in model.score(tokens):
-                    if noted:
-                        raise KeyboardInterrupt
+        for tokens in _bar(texts, "measuring", len(texts)):
+            for _ in model.score(tokens):
+                pass
     finally:
         model.close()
     return seen.means()
-
-
-@contextmanager
-def _interrupts_noted():
-    """Gives a list that grows when someone wants to stop us: an exception raised within llama.cpp's callback would be lost."""
-    noted: list[int] = []
-    handlers = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield noted
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def answer(file: Path, config) -> str:
@@ -223,39 +203,29 @@ def _quantize(kind: str, job: tuple) -> None:
 
 def _apart(job: tuple, dry_run: bool) -> float:
     """Runs the quantiser, with a progress bar. Returns the size of all tensors together in bytes, 0 where it is not said."""
-    context = multiprocessing.get_context("spawn")
-    reading, writing = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(writing, job, dry_run), daemon=True)
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is this process's to handle
-    try:
-        process.start()
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    writing.close()
     size, faults, bar = 0.0, [], None
+
+    def note(message: tuple[str, object]) -> None:
+        nonlocal size, bar
+        kind, value = message
+        if kind == "tensor" and not dry_run:
+            bar = bar or iter(_bar(range(value), "quantising", value))
+            next(bar, None)
+        elif kind == "size":
+            size = value
+        elif kind == "fault":
+            faults.append(value)
+
     try:
-        while True:
-            message, value = reading.recv()
-            if message == "tensor" and not dry_run:
-                bar = bar or iter(_bar(range(value), "quantising", value))
-                next(bar, None)
-            elif message == "size":
-                size = value
-            elif message == "fault":
-                faults.append(value)
-            elif message == "end":
-                if not value:
-                    raise QuantizeError(_why(faults, job[1]))
-                return size
-    except EOFError:
-        process.join(5)
-        raise QuantizeError(f"llama.cpp's quantiser ended with status {process.exitcode}; is there enough memory?") from None
-    finally:
-        process.kill()
-        process.join()
+        went_well = child.run(_work, job, dry_run, on_message=note)
+    except child.Died as died:
+        raise QuantizeError(f"llama.cpp's quantiser ended with status {died.status}; is there enough memory?") from None
+    if not went_well:
+        raise QuantizeError(_why(faults, job[1]))
+    return size
 
 
-def _work(writing, job: tuple, dry_run: bool) -> None:
+def _work(send, job: tuple, dry_run: bool) -> bool:
     text = ""
 
     def on_line(level: int, piece: str) -> None:
@@ -263,16 +233,16 @@ def _work(writing, job: tuple, dry_run: bool) -> None:
         nonlocal text
         text += piece
         if level == GGML_LOG_LEVEL_ERROR:
-            writing.send(("fault", piece))
+            send(("fault", piece))
         if match := re.search(r"\[ *\d+/ *(\d+)\] \S+ +- \[", text):
-            writing.send(("tensor", int(match[1])))
+            send(("tensor", int(match[1])))
         elif match := re.search(r"quant size *= *([\d.]+) MiB", text):
-            writing.send(("size", float(match[1]) * (1 << 20)))
+            send(("size", float(match[1]) * (1 << 20)))
         elif not piece.endswith("\n"):
             return
         text = ""
 
-    writing.send(("end", offline.quantize(*job, dry_run, on_line)))
+    return offline.quantize(*job, dry_run, on_line)
 
 
 def _why(faults: list[str], part: Path) -> str:

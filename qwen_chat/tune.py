@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import bench_report as report
-from . import config_edit, weights
+from . import config_edit, interrupt, weights
 from .bench import cpu_model
 from .bench_sides import GREEDY, Texts
 from .config import DEFAULT_FILE, Config, Runtime, load_or_exit
@@ -30,7 +30,6 @@ TURN = 64, 128  # tokens read and answered in a usual turn; by turns is compared
 TURNS = f"turns of {TURN[0]} tokens read and {TURN[1]} answered"
 ROUNDS, SECONDS = 9, 75  # of one comparison at most; seconds only once tune_choice.FEWEST_ROUNDS are made
 QUICK_ROUNDS, QUICK_SECONDS = 5, 0
-INTERRUPTED = 130
 KINDS = {"answer": "answer, tokens/s", "read": "reading, tokens/s", "turn": "turns a minute"}
 
 
@@ -76,6 +75,7 @@ def run(options) -> int:
         print(f"tune: {error}", file=sys.stderr)
         return 1
     except ModelError as error:
+        interrupt.check()  # which ends loading
         raise weights.UnusableWeights(str(error)) from None
 
 
@@ -95,7 +95,7 @@ class Rig:
 
     def __init__(self, path: Path, runtime: Runtime):
         self.path = path
-        self.model = Model(path, runtime)
+        self.model = Model(path, runtime, interrupt.loading)
         text = Texts(lambda text: len(self.model.tokenize(text))).text(HISTORY + READ + 8, 1000)
         self._tokens = (self.model.tokenize(text) * 2)[: HISTORY + READ]
 
@@ -152,7 +152,11 @@ class Rig:
             self._read_history(READ)
 
     def _decode(self, position: int, tokens: list[int], sampler=None) -> int | None:
-        if status := self.model.decode([(0, position, tokens, True)]):
+        interrupt.check()
+        with interrupt.waking(self.model.abort):
+            status = self.model.decode([(0, position, tokens, True)])
+        if status:
+            interrupt.check()
             raise TuneError(f"{self.path.name}: llama.cpp cannot compute (status {status})")
         return self.model.sample(sampler, len(tokens) - 1)[0] if sampler else None
 
@@ -182,15 +186,15 @@ class Tuner:
         self.rig = self.rigs[self.files[0]]
 
     def measure_all(self) -> bool:
-        """Whether Ctrl-C ended it early."""
+        """Whether it was interrupted: what was found until then is kept."""
         print(report.listed(self.about()), file=self.out, flush=True)
         stages = [self.tune_weights] if len(self.files) > 1 else []
         try:
             for stage in [*stages, self.tune_threads, self.tune_chunk, self.tune_attention]:
                 stage()
-        except KeyboardInterrupt:
+        except interrupt.Interrupted:
             return True
-        return False
+        return interrupt.noted()
 
     def about(self) -> dict:
         stand_in = {"instead": self.note} if self.note else {}
@@ -361,7 +365,7 @@ def _finish(tuner: Tuner, options, file: Path, interrupted: bool) -> int:
         print(text) if options.json == "-" else Path(options.json).write_text(text + "\n", encoding="utf-8")
     if interrupted:
         print("Interrupted; nothing was written into the settings.", file=sys.stderr)
-        return INTERRUPTED
+        return interrupt.STATUS
     changes = {each.key: each.after for each in tuner.findings if each.after != each.before}
     if not changes:
         print(f"Nothing is clearly faster than what {file.name} has.", file=tuner.out)

