@@ -52,7 +52,7 @@ COPY --from=pins /pins/hub.txt /
 # hadolint ignore=DL3013
 RUN pip install --no-cache-dir pydantic -r /hub.txt
 WORKDIR /bake
-COPY qwen_chat/__init__.py qwen_chat/config.py qwen_chat/profiles.py qwen_chat/weights.py qwen_chat/
+COPY qwen_chat/__init__.py qwen_chat/config.py qwen_chat/folders.py qwen_chat/profiles.py qwen_chat/proxies.py qwen_chat/weights.py qwen_chat/
 COPY deploy/bake.py config.yaml ./
 COPY config.yaml models/*.gguf /context/
 ARG QUANT
@@ -70,8 +70,8 @@ FROM python:3.12-slim-trixie AS weights-quantized
 COPY --from=packages /env /usr/local
 COPY --from=weights /baked /source
 WORKDIR /bake
-COPY qwen_chat/__init__.py qwen_chat/config.py qwen_chat/conversation.py qwen_chat/hardware.py qwen_chat/interrupt.py qwen_chat/memory.py \
-     qwen_chat/model.py qwen_chat/offline.py qwen_chat/profiles.py qwen_chat/quantize.py qwen_chat/sampling.py \
+COPY qwen_chat/__init__.py qwen_chat/config.py qwen_chat/conversation.py qwen_chat/folders.py qwen_chat/hardware.py qwen_chat/interrupt.py qwen_chat/memory.py \
+     qwen_chat/model.py qwen_chat/offline.py qwen_chat/profiles.py qwen_chat/proxies.py qwen_chat/quantize.py qwen_chat/sampling.py \
      qwen_chat/samples.py qwen_chat/weights.py \
      qwen_chat/calibration.yaml qwen_chat/
 COPY deploy/bake.py ./

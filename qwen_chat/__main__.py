@@ -4,7 +4,7 @@ import argparse
 import importlib
 import sys
 
-from . import interrupt
+from . import folders, interrupt, streams
 
 # Each is a module of this package with add_options(parser) and run(options) -> exit status.
 TOOLS = {
@@ -37,15 +37,20 @@ def main(arguments: list[str]) -> int:
     except WeightsError as error:
         print(error, file=sys.stderr)
         return 3
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
-        sys.stderr.close()
-        return 0
 
 
 def run() -> int:
     interrupt.install()
+    streams.make_safe(needed=True)
+    folders.make_sure()
     try:
-        return main(sys.argv[1:])
+        try:
+            return main(sys.argv[1:])
+        finally:
+            sys.stdout.flush()
+    except streams.OutputLost as lost:
+        print(lost, end="\n" if str(lost) else "", file=sys.stderr)
+        return 1 if str(lost) else 0
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return INTERRUPTED

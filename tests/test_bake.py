@@ -197,10 +197,14 @@ def test_an_unknown_quantisation_ends_the_build(bake, give, tmp_path):
         runpy.run_path(str(BAKE))["quantize"]("Q4_KM", tmp_path / "app", tmp_path / "out")
 
 
-def test_the_stage_that_quantises_has_the_code_it_needs(tmp_path):
+@pytest.mark.parametrize("stage, use", [
+    ("weights", "from qwen_chat import config, weights; weights.at_hand(config.Model())"),
+    ("weights-quantized", "import qwen_chat.quantize as q; assert q.samples.CALIBRATION.exists()"),
+])
+def test_the_stages_that_make_the_weights_have_the_code_they_need(tmp_path, stage, use):
     root = BAKE.parent.parent
-    stage = (root / "Dockerfile").read_text().split("AS weights-quantized")[1].split("\nFROM ")[0]
+    stage = (root / "Dockerfile").read_text().split(f"AS {stage}\n")[1].split("\nFROM ")[0]
     (tmp_path / "qwen_chat").mkdir()
     for name in re.findall(r"qwen_chat/[\w.]+", stage):
         shutil.copy(root / name, tmp_path / name)
-    subprocess.run([sys.executable, "-c", "import qwen_chat.quantize as q; assert q.samples.CALIBRATION.exists()"], cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, "-c", use], cwd=tmp_path, check=True)
