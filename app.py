@@ -9,17 +9,24 @@ import threading
 from contextlib import aclosing
 from functools import partial
 
+from qwen_chat import folders, streams
+
 if __name__ == "__main__":
     for early in (signal.SIGTERM, signal.SIGINT):  # until main(); process 1 of a container has no default for them
         signal.signal(early, lambda *_: os._exit(0))
+    streams.make_safe()
+    if refusal := folders.make_sure():
+        print(refusal, file=sys.stderr)
+        sys.exit(2)
 
 from qwen_chat import weights
-from qwen_chat.address import why_not
+from qwen_chat.address import AddressError, url, why_not
 from qwen_chat.condense import Condenser
 from qwen_chat.config import load_or_exit
 from qwen_chat.conversation import Conversation, TooLong
 from qwen_chat.cpu_code import CpuCodeError
 from qwen_chat.engine import Busy, Engine, EngineError
+from qwen_chat.hardware import surroundings
 from qwen_chat.memory import NotEnoughMemory
 from qwen_chat.model import ModelError
 from qwen_chat.sampling import Sampling
@@ -44,9 +51,9 @@ if __name__ == "__main__":
         sys.exit(2)
     engine.start()  # the model loads while the page's library is imported
 
-import gradio as gr  # noqa: E402
+from qwen_chat import api, ui  # noqa: E402  # before gradio, whose import it prepares
 
-from qwen_chat import api, ui  # noqa: E402
+import gradio as gr  # noqa: E402
 
 log = logging.getLogger("app")
 
@@ -124,8 +131,14 @@ def main() -> int:
         signal.signal(number, lambda *_: stop.set())
     engine.start()
     if not engine.ended.is_set():
-        demo.launch(app_kwargs=api.beside_the_page(engine, conversation, config), prevent_thread_lock=True)
-        log.info("the page is at %s", demo.local_url)
+        try:
+            demo.launch(app_kwargs=api.beside_the_page(engine, conversation, config), prevent_thread_lock=True)
+        except AddressError as error:  # free a moment ago
+            print(error, file=sys.stderr)
+            engine.close()
+            return 2
+        outside = " in the container; outside, the port it is published at counts" if "container" in surroundings() else ""
+        log.info("the page is at %s%s", url(config.server.host, config.server.port), outside)
     while not (stop.wait(0.2) or engine.ended.is_set()):
         pass
     if engine.error:

@@ -7,10 +7,9 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_
 
 import argparse
 import importlib
-import os
 import sys
 
-from . import interrupt
+from . import folders, interrupt, streams
 
 # Each is a module of this package with add_options(parser) and run(options) -> exit status.
 TOOLS = {
@@ -49,9 +48,6 @@ def main(arguments: list[str]) -> int:
     except CpuCodeError as error:
         print(error, file=sys.stderr)
         return 5
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
-        sys.stderr.close()
-        return 0
     except OSError as error:
         interrupt.check()
         print(f"{options.tool}: {refusal(error)}", file=sys.stderr)
@@ -65,17 +61,21 @@ def refusal(error: OSError) -> str:
 
 def run() -> int:
     """What `python -m qwen_chat` does."""
-    _prepare_output()
+    streams.make_safe(needed=True)
+    folders.make_sure()
     interrupt.end_at_once(interrupt.SIGNALS, interrupt.STATUS)  # while nothing runs, or nothing any more
-    return interrupt.run(lambda: main(sys.argv[1:]))
+    try:
+        return interrupt.run(_all)
+    except streams.OutputLost as lost:
+        print(lost, end="\n" if str(lost) else "", file=sys.stderr)
+        return 1 if str(lost) else 0
 
 
-def _prepare_output() -> None:
-    """A closed standard output is as none, and what its encoding has not is shown escaped."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or open(os.devnull, "w")
-        stream.reconfigure(errors="backslashreplace")
-        setattr(sys, name, stream)
+def _all() -> int:
+    try:
+        return main(sys.argv[1:])
+    finally:
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -229,12 +229,14 @@ class HttpSide:
     def __init__(self, url: str, system: list[dict], most: int = 32):
         import httpx
 
+        from . import proxies
+
         base = url.rstrip("/")
         self.url = base if base.endswith("/v1") else f"{base}/v1"
         self._system = system
         self._errors = httpx.HTTPError, httpx.InvalidURL
         limits = httpx.Limits(max_connections=most, max_keepalive_connections=most)
-        self._client = httpx.Client(timeout=httpx.Timeout(ANSWER_SECONDS, connect=5), limits=limits)
+        self._client = httpx.Client(timeout=httpx.Timeout(ANSWER_SECONDS, connect=5), limits=limits, proxy=proxies.for_address(base), trust_env=False)
         self.model = self._first_model()
 
     def ask(self, messages: list[dict], max_tokens: int, owner: object = None) -> Answer:

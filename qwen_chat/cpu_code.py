@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from . import hardware, llama_log
-from .weights import cache_folder
+from . import folders, hardware, llama_log
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +183,7 @@ class _Verdicts:
     """What checks have found, kept in the cache folder for this library on this processor."""
 
     def __init__(self):
-        self._file = cache_folder() / "cpu-code.json"
+        self._file = folders.cache() / "cpu-code.json"
         self._key = _fingerprint()
         try:
             kept = json.loads(self._file.read_text(encoding="utf-8"))

@@ -14,12 +14,20 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
 
-os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read while gradio is imported
+from . import proxies
+
+for name in [name for name in os.environ if name.startswith("GRADIO_")]:  # config.yaml alone says how the page is served
+    del os.environ[name]
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read while gradio is imported, and so are proxies and certificates
+proxies.leave_out_unusable()
+proxies.keep_in()
 
 import gradio as gr  # noqa: E402
+import uvicorn  # noqa: E402
+from gradio import http_server, networking  # noqa: E402
 from gradio.utils import cancel_tasks  # noqa: E402
 
-from . import __version__, texts, view  # noqa: E402
+from . import __version__, address, texts, view  # noqa: E402
 from .config import ConfigError  # noqa: E402
 from .panel import Panel  # noqa: E402
 from .performance import Performance  # noqa: E402
@@ -149,12 +157,12 @@ class ChatPage(gr.ChatInterface):
         self._queue.progress_update_sleep_when_free = 1  # no event here reports progress that way
 
     def launch(self, **options):
-        """Serves the page. Nothing of it comes from another host."""
+        """Serves the page. Nothing of it comes from another host. Raises AddressError."""
         server = self.settings.server
-        return super().launch(
+        launched = super().launch(
             server_name=server.host,
             server_port=server.port,
-            share=server.share,
+            share=False,  # below
             root_path=server.root_path or None,
             auth=[(login.user, login.password.get_secret_value()) for login in server.auth] or None,
             theme=_theme(),
@@ -169,6 +177,18 @@ class ChatPage(gr.ChatInterface):
             quiet=True,
             **options,
         )
+        if server.share:
+            self._share()
+        return launched
+
+    def _share(self) -> None:
+        """Opens Gradio's tunnel, so that the page has a public address, which is logged; where that fails, why."""
+        try:
+            with proxies.let_out():
+                self.share_url = networking.setup_tunnel(self.server_name, self.server_port, self.share_token, None, None)
+            log.info("the page is also at %s", self.share_url)
+        except Exception as error:  # whatever Gradio and its program for tunnels raise
+            log.warning("server.share: there is no public address: %s", proxies.without_logins(str(error.__cause__ or error)))
 
     def words(self, request: gr.Request) -> texts.Words:
         """The words in the language of the one who asks."""
@@ -363,6 +383,29 @@ class ChatPage(gr.ChatInterface):
         """A closed page stops its answer, and what was computed ahead for it."""
         self.engine.forget(request.session_hash)
         await cancel_tasks({f"{request.session_hash}_{event}" for event in self._of_a_page})
+
+
+class _Server(http_server.Server):
+    """Gradio's web server, on sockets that are open already."""
+
+    def __init__(self, config: uvicorn.Config, sockets: list):
+        super().__init__(config)
+        self.sockets = sockets
+
+    def run(self, sockets=None):
+        super().run(self.sockets)
+
+
+def _start_server(app, server_name: str, server_port: int, **_) -> tuple[str, int, str, _Server]:
+    """In place of Gradio's function of this name, which listens on one address, and knows IPv6 only in brackets.
+    Raises AddressError."""
+    sockets = address.sockets(server_name, server_port)
+    server = _Server(uvicorn.Config(app, log_level="warning"), sockets)
+    server.run_in_thread()
+    return address.within(server_name)[0], server_port, address.own_url(sockets[0]), server
+
+
+http_server.start_server = _start_server
 
 
 def _parameters(

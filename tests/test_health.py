@@ -50,19 +50,41 @@ def test_nobody_at_the_port(server, config, capsys):
     assert health.main() == 1
 
 
-@pytest.mark.parametrize("text, address", [
-    ("", ("127.0.0.1", 7860)),
-    ("server:\n", ("127.0.0.1", 7860)),
-    ("server: {host: '::', port: 80}\n", ("::1", 80)),
-    ("server: {host: '[::1]'}\n", ("::1", 7860)),
-    ("server: {host: 192.0.2.1}\n", ("192.0.2.1", 7860)),
+@pytest.mark.parametrize("text, hosts, port", [
+    ("", ["127.0.0.1"], 7860),
+    ("server:\n", ["127.0.0.1"], 7860),
+    ("server: {host: '::', port: 80}\n", ["::1", "127.0.0.1"], 80),
+    ("server: {host: '[::1]'}\n", ["::1"], 7860),
+    ("server: {host: 192.0.2.1}\n", ["192.0.2.1"], 7860),
 ])
-def test_the_address_is_the_configs(config, text, address):
+def test_the_address_is_the_configs(config, text, hosts, port):
     config.write_text(text)
-    assert health.address() == address
+    assert health.place() == (tuple(hosts), port)
 
 
 def test_port_goes_before_the_config(config, monkeypatch):
     config.write_text("server: {port: 80}\n")
     monkeypatch.setenv("PORT", "81")
-    assert health.address() == ("127.0.0.1", 81)
+    assert health.place() == (("127.0.0.1",), 81)
+
+
+def test_where_ipv6_does_not_answer_ipv4_is_asked(server, config, capsys):
+    server.status = 200
+    config.write_text(f"server: {{host: '::', port: {server.server_port}}}\n")
+    assert health.main() == 0
+    assert "played" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text, port", [("[1]", ""), ("server: 7860", ""), ("server: {host: 0}", ""), ("a: [", ""), ("", "x"), ("server: {port: x}", "")])
+def test_what_the_program_would_not_start_with_is_told_in_a_line(config, monkeypatch, capsys, text, port):
+    config.write_text(text)
+    monkeypatch.setenv("PORT", port)
+    assert health.main() == 1
+    assert capsys.readouterr().out == f"{config} or PORT does not say where the program listens\n"
+
+
+@pytest.mark.parametrize("host", ["a..b", "no.such.host.invalid"])
+def test_a_host_that_is_none(config, capsys, host):
+    config.write_text(f"server: {{host: {host}}}")
+    assert health.main() == 1
+    assert len(capsys.readouterr().out.splitlines()) == 1

@@ -20,11 +20,12 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from qwen_chat import config, interrupt, weights
+from qwen_chat import config, interrupt, proxies, weights
 
 CONTENT = b"GGUF" + bytes(range(256)) * 200
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+KINDS = ("http", "https", "all", "no")
 REFUSED = "http://127.0.0.1:9"
 PROJECT = Path(weights.__file__).parent.parent
 
@@ -105,7 +106,8 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
     """A machine of its own: empty caches, no models/, no proxies, no token, no package index."""
-    for name in ("HF_TOKEN", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
+    monkeypatch.setattr(proxies, "_given", None)  # it has them where another test imported the page
+    for name in ("HF_TOKEN", *(f"{kind}_proxy" for kind in KINDS), *(f"{kind}_PROXY".upper() for kind in KINDS)):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -388,7 +390,7 @@ def test_a_password_of_a_proxy_is_never_shown(monkeypatch, caplog):
     with pytest.raises(weights.WeightsError) as error:
         weights.find(model("http://hub.invalid"))
     assert "s3cret" not in caplog.text + str(error.value)
-    assert "s3cret" not in weights._clean("cannot connect to http://me:s3cret@proxy:1: refused")
+    assert "s3cret" not in proxies.without_logins("cannot connect to http://me:s3cret@proxy:1: refused")
 
 
 def test_an_endpoint_that_never_answers_is_passed_over(hub, monkeypatch):
@@ -638,7 +640,7 @@ def test_a_cache_folder_that_may_not_be_written(tmp_path, monkeypatch, hub, code
 def start(given):
     """`find` in a process of its own; prints the path."""
     code = (
-        "import sys; from pathlib import Path; from qwen_chat import config, weights; weights.ROOT = Path(sys.argv[2]);"
+        "import sys; from pathlib import Path; from qwen_chat import config, proxies, weights; weights.ROOT = Path(sys.argv[2]);"
         "print(weights.find(config.Model.model_validate_json(sys.argv[1])).path)"
     )
     return subprocess.Popen([sys.executable, "-c", code, given.model_dump_json(), str(weights.ROOT)], cwd=PROJECT, text=True,
