@@ -1,4 +1,10 @@
-"""Nobody's answer depends on what others ask: conversations that run together have the texts that each has alone."""
+"""Nobody's answer depends on what others ask: whatever goes on beside it, it is what the model says to it alone.
+
+To the last bit it is not. llama.cpp adds up what a token attends to in the order in which it lies in the cache, and from
+64 tokens in a step on in other code: the same tokens computed in other steps, or in cells that others had before, give
+logits that differ by up to 0.6 here (measured: 0 where neither changes). So every token must be as good as the likeliest
+but for ROUNDING, with all before it computed anew by itself, and so must be the logits of whatever the cache holds.
+"""
 
 import threading
 from dataclasses import dataclass
@@ -8,12 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_engine import quiet, until, user
+from test_engine import quiet, user
 
-from qwen_chat.kvcache import token_array
 from qwen_chat.sampling import Sampling
+from qwen_chat.textstream import TextStream
 
-BATCH = 32  # tokens in a step. From 64 on llama.cpp computes attention in other code, which rounds differently
+ROUNDING = 1.5  # logits: of two each may be off by 0.6
 WORDS = "sun moon river winter small big why how tell me about the 春天 花 please 🙂".split()
 
 
@@ -56,17 +62,12 @@ def ask(bot, messages: list[dict], turn: Turn, **options):
     return bot.engine.stream(prompt.tokens, turn.sampling, turn.max_tokens, stop, follow=prompt.follow, **options)
 
 
-def going_on(messages: list[dict], turn: Turn, text: str) -> list[dict]:
-    """After an answer; one that was cancelled ended anywhere, so the next turn does not tell of it."""
-    return [*messages, {"role": "assistant", "content": (turn.cancel_after is None and text) or "Well."}]
-
-
 class Talk(threading.Thread):
-    """A conversation among others. `texts` are what was answered; `whole` says which answers were not cancelled."""
+    """A conversation among others. `answers` are its turns, each with its prompt and its reply."""
 
     def __init__(self, bot, number: int, turns: tuple[Turn, ...]):
         super().__init__(daemon=True)
-        self.bot, self.turns, self.texts, self.error = bot, turns, [], None
+        self.bot, self.turns, self.answers, self.error = bot, turns, [], None
         self.who = {"owner": number, "client": number % 3} if number % 2 else {"client": number % 3}
 
     def run(self) -> None:
@@ -91,27 +92,26 @@ class Talk(threading.Thread):
                 text += piece
                 if number == turn.cancel_after:
                     reply.cancel()
-            self.texts.append(text)
-            messages = going_on(messages, turn, text)
+            self.answers.append((turn, self.bot.conversation.prompt(messages).tokens, reply))
+            messages = [*messages, {"role": "assistant", "content": text or "Well."}]
 
 
-def logits(model, seq: int, tokens, start: int, size: int = BATCH) -> np.ndarray:
+def logits(model, seq: int, tokens, start: int) -> np.ndarray:
     """The logits after the last of `tokens`, of which those from `start` on are computed."""
-    for at in range(start, len(tokens), size):
-        chunk = tokens[at : at + size]
-        assert model.decode([(seq, at, chunk, True)]) == 0
+    chunk = tokens[start:]
+    assert model.decode([(seq, start, chunk, True)]) == 0
     return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(model._context, len(chunk) - 1), (model.n_vocab,)).copy()
 
 
 def assert_cached_as_computed_anew(bot) -> None:
-    """Whatever the cache holds gives, to the last bit, what its tokens give when they are computed alone."""
+    """Whatever the cache holds gives what its tokens give when they are computed alone."""
     model, cache = bot.engine.model, bot.engine.cache
 
     def check(tokens) -> None:
         model.seq_rm(0, len(tokens) - 1, -1)
         held = logits(model, 0, tokens, len(tokens) - 1)
         model.seq_rm(0, 0, -1)
-        assert (held == logits(model, 0, tokens, 0)).all()
+        assert np.abs(held - logits(model, 0, tokens, 0)).max() < ROUNDING
         model.seq_rm(0, 0, -1)
 
     for slot in reversed(cache.slots):  # the first is where all are checked
@@ -128,57 +128,44 @@ def assert_cached_as_computed_anew(bot) -> None:
         check(parked.tokens)
 
 
+def assert_said_alone(bot, turn: Turn, prompt: list[int], reply) -> None:
+    """The reply's text is that of its tokens, and its tokens those of a model that was never asked anything else."""
+    model, stream, told = bot.engine.model, TextStream([turn.stop] if turn.stop else []), list(prompt)
+    assert "".join([*(stream.feed(model.piece(token)) for token in reply.tokens), stream.close()]) == reply.text
+    bot.engine.cache._clear(bot.engine.cache.slots[0])
+    for number, token in enumerate(reply.tokens if turn.seed is None else []):
+        found = logits(model, 0, told, len(told) - 1 if number else 0)
+        assert found.max() - found[token] < ROUNDING
+        told.append(token)
+    model.seq_rm(0, 0, -1)
+
+
 @pytest.fixture(scope="module")
 def bots(make_bot):
-    """An engine for all and one for each alone; skipped where how tokens are batched shows in what is computed."""
+    """An engine for all and one for each alone."""
     sections = {"generation": {"max_tokens": 16}, "chat": {"system_prompt": "Be brief."}}
-    runtime = {"n_ctx": 256, "n_batch": BATCH, "n_ubatch": BATCH}
-    together = make_bot(queue_size=64, runtime={**runtime, "parallel": 3}, **sections)
-    alone = make_bot(runtime={**runtime, "parallel": 1}, **sections)
-    model = alone.engine.model
-    tokens = token_array(model.tokenize("Once upon a time there was a girl who lived near the forest. " * 6))
-    results = []
-    for size in (BATCH, 1, 7):
-        results.append(logits(model, 0, tokens, 0, size))
-        model.seq_rm(0, 0, -1)
-    if not all((result == results[0]).all() for result in results):
-        pytest.skip("on this processor the last bits depend on how tokens are batched, so texts may differ by themselves")
-    return together, alone, {}
-
-
-def alone_texts(bot, turns: tuple[Turn, ...], known: dict) -> list[str]:
-    """What a conversation is answered where nobody else ever asked anything."""
-    if turns not in known:
-        cache, messages, texts = bot.engine.cache, [], []
-        for turn in turns:
-            quiet(bot)
-            cache._clear(cache.slots[0])
-            cache.parked.clear()
-            messages = [*messages, user(turn.text)]
-            texts.append("".join(ask(bot, messages, turn)))
-            messages = going_on(messages, turn, texts[-1])
-        known[turns] = texts
-    return known[turns]
+    together = make_bot(queue_size=64, runtime={"n_ctx": 256, "parallel": 3}, **sections)
+    return together, make_bot(runtime={"n_ctx": 256, "parallel": 1}, **sections)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(talks=TALKS, cache_bytes=st.sampled_from([0, 4 * 2**20, 64 * 2**20]))
-def test_conversations_together_have_the_texts_that_each_has_alone(bots, talks, cache_bytes):
-    together, alone, known = bots
+def test_conversations_together_are_answered_as_each_is_alone(bots, talks, cache_bytes):
+    together, alone = bots
     quiet(together)
     together.engine.cache.cache_bytes = cache_bytes
-    together.engine.cache.parked.clear()
     threads = [Talk(together, number, turns) for number, turns in enumerate(talks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    until(lambda: together.engine.idle)
+    quiet(together)
+    quiet(alone)
     for thread in threads:
         assert thread.error is None
-        for turn, text, expected in zip(thread.turns, thread.texts, alone_texts(alone, thread.turns, known)):
-            assert text == expected if turn.cancel_after is None else expected.startswith(text)
-    quiet(together)
+        for answer in thread.answers:
+            assert_said_alone(alone, *answer)
     assert_cached_as_computed_anew(together)
     for slot in together.engine.cache.slots:
         together.engine.cache._clear(slot)
+    together.engine.cache.parked.clear()
