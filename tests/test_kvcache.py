@@ -279,6 +279,38 @@ def test_equal_tokens_are_no_shared_cells():
     assert cache.used_cells == 100
 
 
+def test_the_end_of_another_conversation_is_not_cut_off_however_short():
+    cache, memory = make()
+    serve(cache, memory, SYSTEM + turn(1), owner="a")
+    assert serve(cache, memory, SYSTEM + turn(1)[:25] + turn(2), owner="b") == 45
+    assert serve(cache, memory, SYSTEM + turn(1) + [1], owner="a") == 60
+
+
+def test_of_what_is_moved_down_no_copy_is_kept():
+    cache, memory = make(1)
+    serve(cache, memory, SYSTEM + turn(1) + turn(2), turn(3), owner="a")
+    serve(cache, memory, SYSTEM + turn(2) + turn(3) + turn(4), owner="a", trimmed=True)
+    assert cache.parked == []
+
+
+def test_an_idle_sequence_goes_on_rather_than_a_copy_of_one_at_work():
+    cache, memory = make(2)
+    slots = [cache.acquire(token_array(SYSTEM + turn(1))) for _ in range(2)]
+    for slot in slots:
+        memory.compute(slot.id, turn(1))
+        slot.tokens.extend(turn(1))
+    cache.release(slots[1])
+    assert cache.acquire(token_array(SYSTEM + turn(1) + [1])) is slots[1] and cache.used_cells == 100
+
+
+def test_what_ended_last_is_overwritten_last():
+    cache, memory = make(2, cache_bytes=0)
+    first, second = (cache.acquire(token_array(SYSTEM + turn(number))) for number in (1, 2))
+    cache.release(second)
+    cache.release(first)
+    assert cache.acquire(token_array(SYSTEM + turn(3))) is second
+
+
 def test_how_much_of_a_prompt_is_missing():
     cache, memory = make(1)
     prompt = token_array(SYSTEM + turn(1))
