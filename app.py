@@ -103,7 +103,7 @@ async def respond(message: str, history: list[dict], settings, request: gr.Reque
 def _apology(error: Exception, words, begun: str) -> str:
     """What is said in place of an answer, or of its rest."""
     if isinstance(error, Busy):
-        return words("busy")
+        return words("busy_own" if error.own_share else "busy")
     if isinstance(error, TooLong) and begun:
         return words("no_room")
     if isinstance(error, TooLong):

@@ -222,7 +222,7 @@ class Condenser:
         """Asks the engine; where the line is full, again a little later. Raises Busy when it stays full."""
         for pause in (*BUSY_PAUSES, None):
             try:
-                return self._engine.stream(tokens, STEADY, limit, owner=owner, keep=False)
+                return self._engine.stream(tokens, STEADY, limit, owner=owner, keep=False, told=pause is None)
             except Busy:
                 if pause is None:
                     raise
@@ -251,7 +251,7 @@ class Condenser:
 
         try:
             tokens = self._recall(ahead.gone, words)
-            self._noting[owner] = self._engine.stream(tokens, STEADY, NOTE - 16, owner=object(), on_end=written, keep=False)
+            self._noting[owner] = self._engine.stream(tokens, STEADY, NOTE - 16, owner=object(), on_end=written, keep=False, told=False)
         except (EngineError, TooLong):
             log.debug("no note was written")
 

@@ -3,6 +3,11 @@
 One thread owns llama.cpp. It loads the model, then takes step after step: one token for every answer
 that flows, then a chunk of the prompts that wait to be read, and, when nobody wants anything, a chunk
 of what people will probably ask next. Nobody else computes, so nothing needs a lock around the model.
+
+Whatever is kept between requests, an answer depends on its own conversation alone, and nobody can see what
+others asked. So a cached sequence serves nobody but the client who left it (`kvcache`), and of others a request
+may only feel that the machine is shared: by its place in line (`line`), by speed, and in the last bits of the
+logits, which depend on how tokens were batched (`Sampling.seed` says when those are the same again too).
 """
 
 import asyncio
@@ -10,15 +15,16 @@ import logging
 import re
 import threading
 import time
-from collections import deque
+from array import array
 from dataclasses import dataclass, field, replace
 from typing import Callable, Iterable
 
 from . import cpu_code, memory
+from .gguf import read_shape
 from .hardware import held_by_process, usable_cores, usable_memory
 from .kvcache import KVCache, Sequence, token_array
-from .gguf import read_shape
-from .model import ABORTED, NO_CELLS, Model, system_info
+from .line import Line
+from .model import ABORTED, Model, system_info
 from .sampling import Logprob, Sampler, Sampling
 from .textstream import TextStream
 
@@ -36,7 +42,11 @@ class EngineError(Exception):
 
 
 class Busy(EngineError):
-    """As many answers run and wait as may."""
+    """As many answers run and wait as may: of all, or, with `own_share`, of the person who asks."""
+
+    def __init__(self, message: str, own_share: bool = False):
+        super().__init__(message)
+        self.own_share = own_share
 
 
 @dataclass(frozen=True)
@@ -157,7 +167,8 @@ class Reply:
                     return
                 await changed.wait()
         finally:
-            self._on_change = None
+            with self._changed:
+                self._on_change = None
             self._leave()
 
     def put(self, text: str) -> None:
@@ -208,21 +219,34 @@ class _Task:
     max_tokens: int
     stop: list[str]
     owner: object
+    client: object
     trimmed: bool
     follow: list[int]
     on_end: Callable[[Reply], None] | None
     keep: bool = True
+    owner_left: bool = False
     asked: float = field(default_factory=time.perf_counter)
     first: float = 0.0
     sequence: Sequence | None = None
     sampler: Sampler | None = None
     text: TextStream | None = None
     next_token: int | None = None  # sampled, not yet computed
-    held: bool = False  # waits until others have ended, for want of cells
+    read_in: int = 0  # the step that last read of its prompt
 
     @property
     def unread(self) -> int:
         return len(self.prompt) - len(self.sequence)
+
+
+@dataclass(frozen=True, eq=False)
+class _Ahead:
+    """A prompt that is computed ahead, unless more than `most` tokens of it are not in the cache any more."""
+
+    tokens: array
+    owner: object
+    client: object
+    trimmed: bool = False
+    most: int | None = None
 
 
 class Engine:
@@ -242,19 +266,21 @@ class Engine:
         self.cache: KVCache | None = None
         self.n_ctx = runtime.n_ctx
         self.on_answer: list[Callable[[Reply], None]] = []  # called by the decode thread after every answer
-        self.rejected = 0  # requests that met a full line
+        self.rejected = 0  # people who were told that their request met a full line
         self.ready = threading.Event()
         self.ended = threading.Event()
         self._find_weights = find_weights
         self._opening = opening
         self._thread: threading.Thread | None = None
         self._news = threading.Condition()  # guards what follows, up to _closing
-        self._waiting: deque[_Task] = deque()
-        self._n_open = 0
-        self._warm: dict[object, tuple[list, bool]] = {}
+        self._line = Line(runtime.parallel, queue_size)
+        self._open: dict[Reply, _Task] = {}  # all that wait or run
+        self._cancelled: list[_Task] = []  # of late
+        self._warm: dict[object, _Ahead] = {}  # the latest last
+        self._computing: set[Reply] = set()  # whose prompts the running decode reads
         self._closing = False
         self._active: list[_Task] = []
-        self._computing: set[Reply] = set()  # whose prompts the running decode reads
+        self._steps = 0
         self._step_cost = 0.0  # seconds of a step that reads no prompt, of late
         self._token_cost = 0.0  # seconds that each prompt token adds to it
 
@@ -280,13 +306,16 @@ class Engine:
         follow: list[int] = (),
         on_end: Callable[[Reply], None] | None = None,
         keep: bool = True,
+        told: bool = True,
     ) -> Reply:
         """Asks for the continuation of `tokens`; returns at once.
 
-        `owner` names the conversation, `client` (any hashable value) the person who asks, `trimmed` says that it dropped old turns before this prompt,
-        `follow` is what the next prompt surely has after this answer and is computed when it ends.
-        `on_end` is called by the decode thread. Without `keep` nothing of it stays in the cache: no
-        conversation goes on from there. Raises Busy, or EngineError when the engine has ended.
+        `owner` names the conversation, `client` (any hashable value; all of whom nothing is known are one) the person
+        who asks. `trimmed` says that the conversation dropped old turns before this prompt, `follow` is what its next
+        prompt surely has after this answer and is computed when it ends. `on_end` is called by the decode thread.
+        Without `keep` nothing of it stays in the cache: it is on the way to an answer, and no conversation goes on
+        from there. Raises Busy, which is not counted as a rejection unless somebody is `told`, or EngineError when
+        the engine has ended.
         """
         prompt = token_array(tokens)
         if not prompt:
@@ -294,32 +323,40 @@ class Engine:
         self.start()
         reply = Reply(self, len(prompt))
         reply.stats.aside = not keep
-        task = _Task(reply, prompt, sampling, max_tokens, list(stop), owner, trimmed, list(follow), on_end, keep)
+        task = _Task(reply, prompt, sampling, max_tokens, list(stop), owner, client, trimmed, list(follow), on_end, keep)
         with self._news:
             if self.error or self._closing:
                 raise EngineError(f"the engine has ended: {self.error or 'it was closed'}")
-            if self._n_open >= self.runtime.parallel + self.queue_size:
-                self.rejected += 1
-                raise Busy(f"as many answers as may are running or waiting ({self._n_open}); try again in a moment")
-            self._n_open += 1
+            if limit := self._line.limit_met(client):
+                self.rejected += told
+                raise _busy(limit, len(self._open))
+            self._open[reply] = task
             self._warm.pop(owner, None)
-            self._waiting.append(task)
+            self._line.join(task)
             self._news.notify()
         return reply
 
     def warm(self, owner: object, tokens: Iterable[int], trimmed: bool = False) -> None:
-        """Computes a prompt that `owner` will probably send, when nothing else is to do; the latest one counts."""
+        """Computes a prompt that `owner`, whose page is open, will probably send, when nothing else is to do; the
+        latest one counts."""
+        ahead = _Ahead(token_array(tokens), owner, owner, trimmed)
         with self._news:
             self._warm.pop(owner, None)
-            self._warm[owner] = (token_array(tokens), trimmed)
-            while len(self._warm) > MOST_WARM:
-                self._warm.pop(next(iter(self._warm)))
-            self._news.notify()
+            self._put_ahead(owner, ahead)
 
     def forget(self, owner: object) -> None:
-        """Drops what was to be computed ahead for `owner`."""
+        """Drops what was to be computed ahead for `owner`, who will not come back."""
         with self._news:
             self._warm.pop(owner, None)
+            for task in self._open.values():
+                task.owner_left |= owner is not None and task.owner == owner
+
+    def _put_ahead(self, key: object, ahead: _Ahead) -> None:
+        """Adds to what is computed ahead, of which the oldest is dropped beyond a number. Needs the lock."""
+        self._warm[key] = ahead
+        while len(self._warm) > MOST_WARM:
+            self._warm.pop(next(iter(self._warm)))
+        self._news.notify()
 
     async def wait_ready(self) -> None:
         """Returns once the model answers. Raises EngineError when it never will."""
@@ -331,13 +368,16 @@ class Engine:
 
     def place_of(self, reply: Reply) -> int:
         with self._news:
-            return next((place for place, task in enumerate(self._waiting, 1) if task.reply is reply), 0)
+            task = self._open.get(reply)
+            return self._line.place(task) if task else 0
 
     def notice_cancel(self, reply: Reply) -> None:
         with self._news:
-            self._news.notify()
-        if reply in self._computing and self.model:
-            self.model.abort()
+            if reply in self._open:
+                self._cancelled.append(self._open[reply])
+                self._news.notify()
+            if reply in self._computing and self.model.can_cut:  # what a recurrent state has read it cannot unread
+                self.model.abort()
 
     @property
     def can_shift(self) -> bool:
@@ -347,7 +387,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether there is nothing left to do, not even ahead of time."""
-        return not (self._n_open or self._warm)
+        return not (self._open or self._warm)
 
     @property
     def running(self) -> int:
@@ -355,15 +395,15 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return self._line.waiting
 
     def close(self, timeout: float = 1.5) -> None:
         """Ends all answers and the decode thread, and frees the model."""
         with self._news:
             self._closing = True
             self._news.notify()
-        if self.model:
-            self.model.abort()
+            if self.model:
+                self.model.abort()
         if self._thread and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
@@ -456,19 +496,19 @@ class Engine:
 
     def _wait_for_work(self) -> bool:
         with self._news:
-            self._news.wait_for(lambda: self._closing or self._active or self._waiting or self._warm)
+            self._news.wait_for(lambda: self._closing or self._open or self._warm)
             return not self._closing
 
     def _admit(self) -> None:
-        """Gives waiting requests a sequence, in the order they came; drops those that were cancelled."""
-        while True:
+        """Drops waiting requests that were cancelled, and gives others a sequence, as the line has it."""
+        with self._news:
+            cancelled, self._cancelled = self._cancelled, []
+        for task in cancelled:
+            if task.reply.place:
+                self._finish(task, "cancelled")
+        while self.cache.has_room():
             with self._news:
-                gone = [task for task in self._waiting if task.reply.cancelled]
-                for task in gone:
-                    self._waiting.remove(task)
-                task = self._waiting.popleft() if self._may_admit() else None
-            for cancelled in gone:
-                self._finish(cancelled, "cancelled")
+                task = self._line.begin()
             if task is None:
                 return
             try:
@@ -476,20 +516,16 @@ class Engine:
             except Exception as error:
                 self._finish(task, "error", _as_engine_error(error))
 
-    def _may_admit(self) -> bool:
-        return bool(self._waiting) and self.cache.has_room() and not (self._waiting[0].held and self._active)
-
     def _begin(self, task: _Task) -> None:
         if len(task.prompt) >= self.n_ctx:
             raise EngineError(f"the prompt has {len(task.prompt)} tokens, the window holds {self.n_ctx}")
-        task.sampler = task.sampler or self.model.sampler(task.sampling)
-        task.text = task.text or TextStream(task.stop)
-        task.sequence = self.cache.acquire(task.prompt, task.owner, task.trimmed, afresh=task.sampling.seed >= 0)
+        task.sampler = self.model.sampler(task.sampling)
+        task.text = TextStream(task.stop)
+        task.sequence = self.cache.acquire(task.prompt, task.owner, task.client, task.trimmed, task.sampling.seed >= 0)
         reply, cached = task.reply, len(task.sequence)
-        if not task.first:
-            reply.stats.cached_tokens = cached
-            reply.stats.waited_ms = (time.perf_counter() - task.asked) * 1000
-        reply.read, reply.to_read = 0, len(task.prompt) - cached
+        reply.stats.cached_tokens = cached
+        reply.stats.waited_ms = (time.perf_counter() - task.asked) * 1000
+        reply.to_read = len(task.prompt) - cached
         self._active.append(task)
 
     def _step(self) -> None:
@@ -508,7 +544,7 @@ class Engine:
             for index, (task, tokens) in enumerate(plan):
                 self._advance(task, tokens, parts, index)
         elif status != ABORTED:
-            self._recover(status, plan)
+            self._recover(status, [task for task, _ in plan])
 
     def _plan(self) -> list[tuple[_Task, list]]:
         """Which tokens the next step computes: answers first, then prompts, sharing what room is left."""
@@ -518,12 +554,13 @@ class Engine:
         room = self.model.n_batch - len(flowing)
         if flowing:
             room = min(room, self._chunk(STEP_SECONDS))
-        for left, task in zip(range(len(reading), 0, -1), sorted(reading, key=lambda task: task.unread)):
-            count = min(task.unread, -(-room // left))
-            if count > 0:
-                start = len(task.sequence)
-                plan.append((task, task.prompt[start : start + count]))
-                room -= count
+        self._steps += 1
+        served = sorted(reading, key=lambda task: task.read_in)[:room]  # where not all can be, whoever waited longest
+        for left, task in zip(range(len(served), 0, -1), sorted(served, key=lambda task: task.unread)):
+            start, count = len(task.sequence), min(task.unread, -(-room // left))
+            plan.append((task, task.prompt[start : start + count]))
+            task.read_in = self._steps
+            room -= count
         return plan
 
     def _chunk(self, seconds: float) -> int:
@@ -534,19 +571,24 @@ class Engine:
         return min(max(SMALLEST_CHUNK, expected), self.model.n_batch)
 
     def _decode(self, parts, reading: set[Reply]) -> int:
-        self._computing = reading
-        if any(reply.cancelled for reply in reading):
-            self._computing = set()
-            return ABORTED
+        """Computes a step, of which nothing stays unless its status is 0. Cancelling one of `reading` ends it."""
+        with self._news:
+            if self._closing or any(reply.cancelled for reply in reading):
+                return ABORTED
+            self._computing = reading
         started = time.perf_counter()
         status = self.model.decode(parts)
         seconds = time.perf_counter() - started
-        self._computing = set()
+        with self._news:
+            self._computing = set()
+            if not self._closing:
+                self.model.forget_abort()
         if status:
-            for seq, position, _, _ in parts:  # a step counts whole or not at all
+            for seq, position, _, _ in parts:
                 self.model.seq_rm(seq, position, -1)
-            return status
-        self._learn_cost(seconds, sum(len(tokens) for _, _, tokens, _ in parts), bool(reading) or not self._active)
+        else:
+            n_tokens = sum(len(tokens) for _, _, tokens, _ in parts)
+            self._learn_cost(seconds, n_tokens, bool(reading) or not self._active)
         return status
 
     def _learn_cost(self, seconds: float, tokens: int, reads: bool) -> None:
@@ -611,7 +653,8 @@ class Engine:
             if task.follow and reason in ("stop", "length") and not task.text.stopped:
                 self._warm_follow(task)
         with self._news:
-            self._n_open -= 1
+            if self._open.pop(reply, None):
+                self._line.leave(task)
         log.info(
             "answer: %d prompt tokens (%d cached), %d answer tokens, first token %.0f ms, %.1f tokens/s, %s",
             stats.prompt_tokens, stats.cached_tokens, stats.answer_tokens,
@@ -624,62 +667,56 @@ class Engine:
                 tell(reply)
             except Exception:
                 log.exception("what was to be done after an answer failed")
+        if task.owner_left:
+            self.forget(task.owner)
         reply.end(error)
 
     def _warm_follow(self, task: _Task) -> None:
-        """Has the end of the turn and the start of the next computed ahead."""
+        """Has the end of the turn and the start of the next computed ahead, while what stands before is cached: of a
+        conversation without an owner, to which perhaps nobody comes back, only while its sequence lives."""
         told = [task.next_token] if not self.model.is_end(task.next_token) else []
-        tokens = task.sequence.tokens[:] + token_array(told + task.follow)
-        if len(tokens) < self.n_ctx:
-            with self._news:
-                self._warm.setdefault(task.owner if task.owner is not None else task, (tokens, False))
+        ahead = told + task.follow
+        tokens = task.sequence.tokens[:] + token_array(ahead)
+        key = task.owner if task.owner is not None else task.sequence
+        with self._news:
+            if task.owner is None or key not in self._warm:
+                self._put_ahead(key, _Ahead(tokens, task.owner, task.client, most=len(ahead)))
 
     def _warm_step(self) -> None:
-        """Computes a chunk ahead. The sequence is let go after each, so a real request finds all of it idle."""
         with self._news:
-            if not self._warm or self._waiting:
+            if not self._warm or self._line.waiting:
                 return
-            owner, (tokens, trimmed) = next(reversed(self._warm.items()))
-        if len(tokens) < self.n_ctx and not self.cache.covers(tokens):
-            sequence = self.cache.acquire(tokens, owner, trimmed)
-            chunk = tokens[len(sequence) : len(sequence) + self._chunk(WARM_SECONDS)]
-            status = self._decode([(sequence.id, len(sequence), chunk, False)], set())
-            if status == 0:
-                sequence.tokens.extend(chunk)
-            self.cache.release(sequence)
-            if status == 0 and len(sequence) < len(tokens):
-                return
-        with self._news:
-            if self._warm.get(owner, (None,))[0] is tokens:
-                del self._warm[owner]
+            key, ahead = next(reversed(self._warm.items()))
+        if self._is_done(ahead) or self._compute_ahead(ahead):
+            with self._news:
+                if self._warm.get(key) is ahead:
+                    del self._warm[key]
 
-    def _recover(self, status: int, plan) -> None:
-        """After a step that could not be computed: makes room, or ends the requests it was for."""
-        if status == NO_CELLS:
-            if self.cache.park_idle():
-                return
-            if len(plan) > 1:
-                return self._put_back(plan[-1][0])
-        for task, _ in plan:
+    def _is_done(self, ahead: _Ahead) -> bool:
+        """Whether a prompt is computed already, or not worth it."""
+        missing = self.cache.missing(ahead.tokens, ahead.owner, ahead.client, ahead.trimmed, live=ahead.owner is None)
+        return not missing or len(ahead.tokens) >= self.n_ctx or (ahead.most is not None and missing > ahead.most)
+
+    def _compute_ahead(self, ahead: _Ahead) -> bool:
+        """Computes a chunk; whether that was the last, or could not be. The sequence is let go after each, so a real
+        request finds all of it idle."""
+        sequence = self.cache.acquire(ahead.tokens, ahead.owner, ahead.client, ahead.trimmed)
+        chunk = ahead.tokens[len(sequence) : len(sequence) + self._chunk(WARM_SECONDS)]
+        status = self._decode([(sequence.id, len(sequence), chunk, False)], set())
+        if status == 0:
+            sequence.tokens.extend(chunk)
+        self.cache.release(sequence)
+        return status != 0 or len(sequence) == len(ahead.tokens)
+
+    def _recover(self, status: int, tasks: list[_Task]) -> None:
+        """After a step that could not be computed: ends the requests it was for."""
+        for task in tasks:
             self.cache.cut(task.sequence, 0)
             self._finish(task, "error", EngineError(f"llama.cpp could not compute this answer (status {status})"))
         probe = self.cache.opening
         if self.model.decode([(probe.id, len(probe), token_array(probe.tokens[-1:]), False)]) < 0:
             raise EngineError(f"llama.cpp computes no more (status {status})")
         self.model.seq_rm(probe.id, len(probe), -1)
-
-    def _put_back(self, task: _Task) -> None:
-        """Lets a request wait at the head of the line until others have ended."""
-        self._active.remove(task)
-        pending = [task.next_token] if task.next_token is not None else []
-        if pending:
-            task.prompt = task.sequence.tokens[:] + token_array(pending)
-            task.next_token = None
-        self.cache.release(task.sequence)
-        self.cache.park_idle()
-        task.held = True
-        with self._news:
-            self._waiting.appendleft(task)
 
     def _fail(self, error: BaseException) -> None:
         self.error = error
@@ -690,9 +727,9 @@ class Engine:
     def _end_all(self, error: EngineError) -> None:
         with self._news:
             self._closing = True
-            waiting, self._waiting = list(self._waiting), deque()
             self._warm.clear()
-        for task in [*self._active, *waiting]:
+            left = list(self._open.values())
+        for task in left:
             if self.error:
                 self._finish_plainly(task, error)
             else:
@@ -702,6 +739,12 @@ class Engine:
         """Ends a request without touching a model that may be broken."""
         task.sequence = task.sampler = task.text = None
         self._finish(task, "error", error)
+
+
+def _busy(limit: str, n_open: int) -> Busy:
+    if limit == "share":
+        return Busy("as many of your requests as may are running or waiting; try again when one has ended", own_share=True)
+    return Busy(f"as many answers as may are running or waiting ({n_open}); try again in a moment")
 
 
 def _smoothed(before: float, now: float) -> float:

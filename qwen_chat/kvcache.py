@@ -5,9 +5,15 @@ parked one, or the system prompt's own. A sequence goes on in place, lends its p
 (free, since the cache is unified), or is parked as bytes and brought back. When a conversation has
 dropped old turns, its own sequence loses them as a gap and closes up. This module keeps the books;
 `memory` does the work on the cells.
+
+But for the opening, a sequence serves only the client who left it: how much of a prompt was found cached, and
+how soon its answer comes, would tell anybody else what was asked. And what was computed in the light of turns
+that were dropped serves only the conversation that dropped them.
 """
 
+import sys
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -46,16 +52,18 @@ def common_prefix(a: array, b: array) -> int:
     return low
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """One of llama.cpp's sequences: `tokens[i]` is computed at position i."""
 
     id: int
     tokens: array = field(default_factory=token_array)
     owner: object = None
+    client: object = None
     busy: bool = False
     pinned: bool = False
-    shared: int = 0  # the first so many cells may belong to other sequences as well
+    plain: int = sys.maxsize  # the first so many tokens were computed in the light of those before them alone
+    cells: array = field(default_factory=lambda: array("q"))  # names of the first cells, as far as they were shared
     last_used: int = 0
 
     def __len__(self) -> int:
@@ -68,6 +76,8 @@ class Parked:
 
     tokens: array
     owner: object
+    client: object
+    plain: int
     state: memoryview
     size: int  # bytes, the tokens counted in
 
@@ -115,6 +125,14 @@ class KVCache:
         self.cache_bytes = cache_bytes
         self.parked: list[Parked] = []  # the one used longest ago first
         self._clock = 0
+        self._named = 0
+
+    @property
+    def used_cells(self) -> int:
+        """How many cells hold a token, those that sequences share counted once. From any thread."""
+        sequences = [*self.slots, self.opening]
+        named = [(len(sequence.tokens), sequence.cells[:]) for sequence in sequences]
+        return len({cell for _, cells in named for cell in cells}) + sum(max(0, size - len(cells)) for size, cells in named)
 
     @property
     def parked_bytes(self) -> int:
@@ -124,8 +142,12 @@ class KVCache:
         """Whether `acquire` may be called: some sequence is not at work."""
         return any(not slot.busy for slot in self.slots)
 
-    def acquire(self, prompt: array, owner: object = None, trimmed: bool = False, afresh: bool = False) -> Sequence:
+    def acquire(
+        self, prompt: array, owner: object = None, client: object = None, trimmed: bool = False, afresh: bool = False
+    ) -> Sequence:
         """A sequence for `prompt`, busy from now on, that holds as much of its beginning as could be had.
+
+        Only what `client` or the conversation `owner` left is used, beside the opening.
 
         At least the last token is left to compute: logits come from computing alone. `trimmed` says
         that `owner`'s conversation dropped old turns before this prompt, so that a sequence it left may
@@ -133,14 +155,17 @@ class KVCache:
         sequence is ever used that way. `afresh` reuses the opening alone: how tokens were batched shows in
         the last bits of what was computed, and so, after a while, in a text that should be the same again.
         """
-        match = self._opening_match(prompt) if afresh else self._best_match(prompt[:-1], owner, trimmed)
+        if afresh:
+            match = self._opening_match(prompt)
+        else:
+            match = self._best_match(self._holders(owner, client), prompt[:-1], owner, trimmed)
         if match is None:
             slot = self._vacate(self._home())
         elif isinstance(match.holder, Parked):
             slot = self._bring_back(match)
         else:
             slot = self._take_over(match)
-        slot.busy, slot.owner = True, owner
+        slot.busy, slot.owner, slot.client = True, owner, client
         self._touch(slot)
         return slot
 
@@ -155,24 +180,23 @@ class KVCache:
             return
         length = length if self.memory.can_cut else 0
         self.memory.seq_rm(slot.id, length, -1)
-        del slot.tokens[length:]
-        slot.shared = min(slot.shared, length)
+        del slot.tokens[length:], slot.cells[length:]
+        slot.plain = _plain(slot, length)
 
-    def covers(self, prompt: array) -> bool:
-        """Whether all of `prompt` is computed already."""
-        return any(common_prefix(slot.tokens, prompt) == len(prompt) for slot in [*self.slots, self.opening])
-
-    def park_idle(self) -> bool:
-        """Frees the cells of the idle sequence that was used longest ago; False where there is none."""
-        idle = [slot for slot in self.slots if not slot.busy and len(slot)]
-        if idle:
-            self._vacate(min(idle, key=lambda slot: slot.last_used))
-        return bool(idle)
+    def missing(self, prompt: array, owner: object, client: object, trimmed: bool, live: bool) -> int:
+        """How many tokens of `prompt` would have to be computed; with `live`, if no parked sequence were used."""
+        holders = [holder for holder in self._holders(owner, client) if not live or isinstance(holder, Sequence)]
+        match = self._best_match(holders, prompt, owner, trimmed)
+        return len(prompt) - (match.reused if match else 0)
 
     # Finding
 
-    def _best_match(self, prompt: array, owner: object, trimmed: bool) -> _Match | None:
-        holders = [*self.slots, self.opening, *self.parked]
+    def _holders(self, owner: object, client: object) -> list[Sequence | Parked]:
+        """Whatever may serve a request of `client` in the conversation `owner`."""
+        left = [holder for holder in [*self.slots, *self.parked] if holder.client == client or _owns(owner, holder)]
+        return [*left, self.opening]
+
+    def _best_match(self, holders: Iterable, prompt: array, owner: object, trimmed: bool) -> _Match | None:
         matches = [self._match(holder, prompt, owner, trimmed) for holder in holders]
         return max((match for match in matches if match.reused), key=lambda match: match.worth, default=None)
 
@@ -181,8 +205,10 @@ class KVCache:
         return _Match(self.opening, False, len(self.opening)) if whole else None
 
     def _match(self, holder: Sequence | Parked, prompt: array, owner: object, trimmed: bool) -> _Match:
-        own = owner is not None and holder.owner == owner
+        own = _owns(owner, holder)
         prefix = common_prefix(holder.tokens, prompt)
+        if not (own and trimmed):
+            prefix = min(prefix, holder.plain)
         if not self.memory.can_cut and prefix < len(holder.tokens):
             prefix = 0
         plain = _Match(holder, own, prefix)
@@ -203,10 +229,15 @@ class KVCache:
             return self._reduce(holder, match)
         self._vacate(home)
         self.memory.seq_cp(holder.id, home.id, 0, match.prefix if self.memory.can_cut else -1)
-        home.tokens = holder.tokens[: match.prefix]
-        home.shared = match.prefix
-        holder.shared = max(holder.shared, match.prefix)
+        self._name_cells(holder, match.prefix)
+        home.tokens, home.cells = holder.tokens[: match.prefix], holder.cells[: match.prefix]
+        home.plain = _plain(holder, match.prefix)
         return home
+
+    def _name_cells(self, holder: Sequence, count: int) -> None:
+        first, new = self._named, max(0, count - len(holder.cells))
+        holder.cells.extend(range(first, first + new))
+        self._named += new
 
     def _bring_back(self, match: _Match) -> Sequence:
         parked = match.holder
@@ -215,7 +246,7 @@ class KVCache:
             self.parked.append(parked)
         home = self._vacate(self._home())
         if self.memory.restore(home.id, parked.state):
-            home.tokens = parked.tokens[:]
+            home.tokens, home.plain = parked.tokens[:], parked.plain
             self._reduce(home, match)
         else:
             self._clear(home)
@@ -232,22 +263,27 @@ class KVCache:
             self._park(slot)
         start, end = match.prefix + match.gap, match.reused + match.gap
         self.cut(slot, end)
-        if match.run and slot.shared > start:
+        if match.run and self._shares(slot, start):
             self._unshare(slot)
         if match.run and len(slot) == end:
             self.memory.seq_rm(slot.id, match.prefix, start)
             self.memory.seq_add(slot.id, start, end, -match.gap)
-            del slot.tokens[match.prefix : start]
-            slot.shared = min(slot.shared, match.prefix)
+            del slot.tokens[match.prefix : start], slot.cells[match.prefix : start]
+            slot.plain = min(slot.plain, match.prefix)
         return slot
+
+    def _shares(self, slot: Sequence, start: int) -> bool:
+        """Whether any of the sequence's cells from `start` on belongs to another one too."""
+        own = set(slot.cells[start:])
+        return any(not own.isdisjoint(other.cells) for other in [*self.slots, self.opening] if other is not slot)
 
     def _unshare(self, slot: Sequence) -> None:
         """Gives the sequence cells of its own: a shift would move the others' as well."""
         state = self.memory.save(slot.id)
-        tokens = slot.tokens
+        tokens, plain = slot.tokens, slot.plain
         self._clear(slot)
         if self.memory.restore(slot.id, state):
-            slot.tokens = tokens
+            slot.tokens, slot.plain = tokens, plain
         else:
             self._clear(slot)
 
@@ -258,26 +294,45 @@ class KVCache:
 
     def _clear(self, slot: Sequence) -> None:
         self.memory.seq_rm(slot.id, 0, -1)
-        slot.tokens, slot.owner, slot.shared = token_array(), None, 0
+        slot.tokens, slot.owner, slot.client = token_array(), None, None
+        slot.plain, slot.cells = sys.maxsize, array("q")
 
     def _park(self, slot: Sequence) -> None:
         """Keeps a copy of the sequence as bytes, unless it is short, too large, or held elsewhere anyhow."""
         others = [other for other in [*self.slots, self.opening, *self.parked] if other is not slot]
-        if len(slot) <= SMALL_LOSS or any(common_prefix(other.tokens, slot.tokens) == len(slot) for other in others):
+        if len(slot) <= SMALL_LOSS or any(_replaces(other, slot) for other in others):
             return
-        self.parked = [
-            parked for parked in self.parked if common_prefix(parked.tokens, slot.tokens) < len(parked.tokens)
-        ]
         size = self.memory.saved_size(slot.id) + len(slot) * slot.tokens.itemsize
         if size > self.cache_bytes:
             return
+        self.parked = [parked for parked in self.parked if not _replaces(slot, parked)]
         while self.parked_bytes + size > self.cache_bytes:
             self.parked.pop(0)
-        self.parked.append(Parked(slot.tokens[:], slot.owner, self.memory.save(slot.id), size))
+        state = self.memory.save(slot.id)
+        self.parked.append(Parked(slot.tokens[:], slot.owner, slot.client, slot.plain, state, size))
 
     def _touch(self, slot: Sequence) -> None:
         self._clock += 1
         slot.last_used = self._clock
+
+
+def _plain(holder: Sequence, length: int) -> int:
+    """What `plain` is of the first `length` tokens of a sequence."""
+    return holder.plain if holder.plain < length else sys.maxsize
+
+
+def _owns(owner: object, holder: Sequence | Parked) -> bool:
+    """Whether it was left by the conversation `owner`."""
+    return owner is not None and holder.owner == owner
+
+
+def _replaces(holder: Sequence | Parked, other: Sequence | Parked) -> bool:
+    """Whether all that `other` is good for can be had from `holder`."""
+    length = len(other.tokens)
+    if common_prefix(holder.tokens, other.tokens) < length:
+        return False
+    same = holder.client == other.client and (other.plain >= length or holder.owner == other.owner)
+    return getattr(holder, "pinned", False) or (same and holder.plain >= min(other.plain, length))
 
 
 def _runs_after_gap(plain: _Match, prompt: array):

@@ -4,7 +4,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from .hardware import memory_limit
-from .kvcache import common_prefix
 from .performance import Usage
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10, 20, 30, 60)
@@ -32,8 +31,10 @@ class Metrics:
         engine.on_answer.append(self.count)
 
     def count(self, reply) -> None:
-        """Called by the engine after every answer."""
+        """Called by the engine after every answer; those on the way to another one are left out."""
         stats = reply.stats
+        if stats.aside:
+            return
         self._answers.labels(stats.finish_reason).inc()
         if stats.waited_ms:  # it was begun
             self._waited.observe(stats.waited_ms / 1000)
@@ -52,14 +53,14 @@ class Metrics:
     def collect(self):
         """What is looked up at each scrape; called by the registry."""
         engine, cache = self._engine, self._engine.cache
-        yield CounterMetricFamily("qwen_chat_rejections", "Requests that met a full line", value=engine.rejected)
+        yield CounterMetricFamily("qwen_chat_rejections", "Requests that were told that the line is full", value=engine.rejected)
         yield CounterMetricFamily("process_cpu_seconds", "Processor time used", value=self._usage.cpu_seconds())
         opening = len(cache.opening) if cache else 0
         gauges = {
             "qwen_chat_ready": ("Whether the model answers", int(engine.state.phase == "ready")),
             "qwen_chat_running": ("Answers being computed", engine.running),
             "qwen_chat_waiting": ("Requests in line", engine.waiting),
-            "qwen_chat_kv_cells_used": ("Tokens that the KV cache holds, shared ones once", _cells(cache) if cache else 0),
+            "qwen_chat_kv_cells_used": ("Tokens that the KV cache holds, shared ones once", cache.used_cells if cache else 0),
             "qwen_chat_kv_cells": ("Tokens that the KV cache can hold", engine.n_ctx * engine.runtime.parallel + opening),
             "qwen_chat_parked_bytes": ("Memory of conversations that pause", cache.parked_bytes if cache else 0),
             "process_resident_memory_bytes": ("Resident memory", self._usage.memory()),
@@ -70,9 +71,3 @@ class Metrics:
             gauges["qwen_chat_memory_limit_bytes"] = ("What the container may use", limit)
         for name, (words, value) in gauges.items():
             yield GaugeMetricFamily(name, words, value=value)
-
-
-def _cells(cache) -> int:
-    """Sequences with a common beginning share its cells; sorted, each stands after the one it has most in common with."""
-    held = sorted(sequence.tokens[:] for sequence in [*cache.slots, cache.opening])
-    return sum(len(tokens) - common_prefix(before, tokens) for before, tokens in zip([held[0][:0], *held], held))

@@ -132,7 +132,6 @@ class Model:
         Returns llama_decode's status: 0 done, NO_CELLS, ABORTED, below 0 an error. The outputs are
         counted over the whole batch: use `output_index`.
         """
-        self._abort_flag[0] = b"\0"
         return llama_cpp.llama_decode(self._context, self._batch.fill(parts))
 
     @staticmethod
@@ -148,8 +147,11 @@ class Model:
         return sampler.sample(self._context, index)
 
     def abort(self) -> None:
-        """Ends the decode that is going on, at its next graph node. From any thread."""
+        """Ends every decode at its next graph node, until `forget_abort`. From any thread."""
         self._abort_flag[0] = b"\1"
+
+    def forget_abort(self) -> None:
+        self._abort_flag[0] = b"\0"
 
     def _make_abortable(self) -> None:
         """llama.cpp asks a callback after every graph node. A Python function would need the interpreter's

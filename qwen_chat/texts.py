@@ -19,6 +19,7 @@ EN = {
     "waiting": "Waiting: {place} in line",
     "reading": "Reading your message: {read} of {total} tokens",
     "busy": "Too many people are waiting for an answer right now. Please try again in a moment.",
+    "busy_own": "You have as many questions waiting as one person may. Please try again when one is answered.",
     "too_long": "This message is too long: {size} tokens, and the limit is {limit}. Please shorten it by {excess}.",
     "condensing": "Condensing part {number} of {count}",
     "condensed": ("the message was condensed from {before} to {after} tokens", "the message was condensed from {before} to {after} tokens in {parts} parts"),
@@ -137,6 +138,7 @@ ZH = {
     "waiting": "排队中：第 {place} 位",
     "reading": "正在阅读你的消息：{read} / {total} 个词元",
     "busy": "现在等待回答的人太多了，请稍后再试。",
+    "busy_own": "您排队的问题已达到每人上限，请等其中一个回答完再试。",
     "too_long": "这条消息太长了：共 {size} 个词元，上限是 {limit} 个。请缩短 {excess} 个后再发。",
     "condensing": "正在压缩第 {number} / {count} 部分",
     "condensed": ("消息已从 {before} 个词元压缩到 {after} 个", "消息已分 {parts} 部分从 {before} 个词元压缩到 {after} 个"),
@@ -317,8 +319,8 @@ class Words:
 
     def waiting(self, reply) -> str:
         """Why an answer has not begun; nothing when there is no more to say than that it is being thought about."""
-        if reply.place:
-            return self("waiting", place=reply.place)
+        if place := reply.place:  # which may be another a moment later
+            return self("waiting", place=place)
         if 0 < reply.read < reply.to_read:
             return self("reading", read=f"{reply.read:,}", total=f"{reply.to_read:,}")
         return ""

@@ -13,8 +13,9 @@ import pytest
 
 from qwen_chat import weights
 from qwen_chat.config import Config, Runtime
-from qwen_chat.engine import Busy, Engine, EngineError
-from qwen_chat.model import NO_CELLS
+from qwen_chat.engine import MOST_WARM, Busy, Engine, EngineError, Reply
+from qwen_chat.kvcache import token_array
+from qwen_chat.model import ABORTED, NO_CELLS
 from qwen_chat.sampling import Sampling
 
 GREEDY = Sampling(temperature=0, repeat_penalty=1)
@@ -211,8 +212,75 @@ def test_the_abort_flag_ends_a_decode_that_is_going_on(make_bot):
     while thread.is_alive():
         model.abort()
         time.sleep(0.001)
-    assert statuses == [2]
+    assert statuses == [ABORTED]
+    model.forget_abort()
     model.seq_rm(0, 0, -1)
+
+
+def spy(bot, monkeypatch, before=lambda parts: None):
+    """Records the steps that are computed, each with its status; `before` is called ahead of each."""
+    steps, decode = [], bot.engine.model.decode
+
+    def watched(parts):
+        before(parts)
+        status = decode(parts)
+        steps.append((parts, status))
+        return status
+
+    monkeypatch.setattr(bot.engine.model, "decode", watched)
+    return steps
+
+
+def test_a_prompt_that_is_cancelled_before_its_decode_begins_or_within_it_is_not_computed(bot, monkeypatch):
+    quiet(bot)
+    replies = []
+    steps = spy(bot, monkeypatch, lambda parts: replies and replies.pop().cancel())
+    reply = ask(bot, "many words " * 60, owner="gone")
+    replies.append(reply)
+    until(lambda: reply.ended)
+    assert reply.stats.finish_reason == "cancelled"
+    quiet(bot)
+    assert ABORTED in [status for _, status in steps[:2]]  # at once: another question may have been ahead of its cancelling
+    assert "".join(ask(bot, "Hello.", max_tokens=4)) and steps[-1][1] == 0  # no abort is left over
+
+
+def test_cancelling_an_answer_that_flows_aborts_no_step_of_others(bot, monkeypatch):
+    quiet(bot)
+    first = ask(bot, "Count to 20.", max_tokens=40, owner=1)
+    until(lambda: first.text)
+    steps = spy(bot, monkeypatch, lambda parts: first.cancel())
+    second = ask(bot, "Count to 30.", max_tokens=4, owner=2)
+    assert "".join(second)
+    quiet(bot)
+    assert first.stats.finish_reason == "cancelled" and {status for _, status in steps} == {0}
+
+
+def test_while_answers_flow_prompts_are_read_in_small_chunks_and_nobody_is_passed_over(make_bot, monkeypatch):
+    bot = make_bot(runtime={"n_ctx": 256, "parallel": 7})
+    engine, asked = bot.engine, threading.Event()
+    monkeypatch.setattr(engine, "_chunk", lambda seconds: 4)
+    steps = spy(bot, monkeypatch, lambda parts: asked.wait(LIMIT) if len(parts) == 1 and flowing.text else None)
+    flowing = ask(bot, "Count from one to a hundred.", max_tokens=150, owner="flowing")
+    until(lambda: flowing.text)
+    readers = [ask(bot, f"{number} " + "word " * (10 + 2 * number), max_tokens=1, owner=number) for number in range(6)]
+    asked.set()
+    for reply in readers:
+        "".join(reply)
+    flowing.cancel()
+    mixed = [[(seq, len(tokens)) for seq, _, tokens, _ in parts] for parts, _ in steps if len(parts) > 1]
+    assert mixed and all(sum(count for _, count in parts[1:]) <= 4 for parts in mixed)
+    crowded = [{seq for seq, _ in parts[1:]} for parts in mixed[:6]]
+    assert all(len(one | next_one) == 6 for one, next_one in zip(crowded, crowded[1:]))
+    quiet(bot)
+
+
+def test_an_answer_alone_is_read_in_whole_batches(bot, monkeypatch):
+    quiet(bot)
+    monkeypatch.setattr(bot.engine, "_chunk", lambda seconds: 4)
+    steps = spy(bot, monkeypatch)
+    reply = ask(bot, "some words " * 60, max_tokens=1, owner="alone")
+    "".join(reply)
+    assert len(steps[0][0][0][2]) == min(bot.engine.model.n_batch, reply.stats.prompt_tokens - reply.stats.cached_tokens)
 
 
 def test_two_answers_flow_together_and_a_third_waits_its_turn(bot):
@@ -235,6 +303,49 @@ def test_more_than_may_wait_are_told_that_it_is_busy(make_bot):
     running.cancel()
     assert "".join(waiting)
     assert "".join(ask(single, "Hello.", max_tokens=4))
+
+
+def test_the_line_is_shared_between_people_and_busy_says_whose_limit_was_met(make_bot):
+    single = make_bot(queue_size=8, runtime={"n_ctx": 512, "parallel": 1})
+    ended = []
+
+    def put(client, number=0, most=2):
+        reply = single.engine.stream(
+            single.conversation.prompt([user(f"{client} {number}")]).tokens, GREEDY, most, client=client,
+            on_end=lambda reply: ended.append((client, number)),
+        )
+        return reply
+
+    first = put("greedy", most=200)
+    until(lambda: first.text)
+    greedy = [put("greedy", number) for number in range(1, 5)]
+    with pytest.raises(Busy, match="your requests") as own:
+        put("greedy")
+    assert own.value.own_share and single.engine.rejected == 1
+    others = [put(name) for name in ("a", "b", "c")]
+    assert [reply.place for reply in [*others, *greedy]] == [1, 2, 3, 4, 5, 6, 7]
+    put("d")
+    with pytest.raises(Busy, match=r"running or waiting \(9\)") as whole:
+        put("e")
+    assert not whole.value.own_share and single.engine.rejected == 2
+    with pytest.raises(Busy):
+        single.engine.stream([1, 2, 3], told=False)
+    assert single.engine.rejected == 2  # nobody was told
+    first.cancel()
+    until(lambda: single.engine.idle)
+    assert ended == [("greedy", 0), *((name, 0) for name in "abcd"), *(("greedy", number) for number in range(1, 5))]
+    assert not single.engine._line._people and not single.engine._open
+
+
+def test_what_one_person_asked_is_not_found_in_the_cache_by_another(bot):
+    quiet(bot)
+    prompt = bot.conversation.prompt([user("My name is Rumpelstiltskin, do not tell anybody.")]).tokens
+    cached = []
+    for client in ("one", "two", "one", "two"):
+        reply = bot.engine.stream(prompt, GREEDY, 4, client=client)
+        "".join(reply)
+        cached.append(reply.stats.cached_tokens)
+    assert cached == [len(bot.conversation.opening())] * 2 + [len(prompt) - 1] * 2
 
 
 def test_a_waiting_request_can_be_cancelled(make_bot):
@@ -336,6 +447,99 @@ def test_a_stale_text_typed_ahead_never_shortens_a_conversation(bot):
     assert max(len(slot) for slot in bot.engine.cache.slots) >= max(held)
 
 
+def plain(bot, text, **options):
+    """A request of a program: no conversation of ours goes on from it."""
+    prompt = bot.conversation.prompt([user(text)])
+    return bot.engine.stream(prompt.tokens, GREEDY, 3, follow=prompt.follow, **options)
+
+
+def test_a_thousand_answers_to_programs_leave_no_more_ahead_than_there_are_sequences(make_bot, monkeypatch):
+    bot = make_bot(queue_size=4, runtime={"n_ctx": 256, "parallel": 2})
+    engine, found = bot.engine, []
+    engine.on_answer.append(lambda reply: found.append(len(engine._warm)))
+    replies = [plain(bot, f"Number {number}.") for number in range(4)]
+    for number in range(36):  # so that somebody always waits, and nothing is computed ahead
+        "".join(replies.pop(0))
+        replies.append(plain(bot, f"Number {number + 4}."))
+    for reply in replies:
+        "".join(reply)
+    assert len(found) == 40 and 0 < max(found) <= 2
+    quiet(bot)
+
+
+def test_what_follows_is_not_computed_where_what_stands_before_is_gone(bot, monkeypatch):
+    quiet(bot)
+    engine, cache = bot.engine, bot.engine.cache
+    holding = threading.Event()
+    engine.on_answer.append(lambda reply: holding.wait(LIMIT))
+    for owner, parked in ((None, False), (None, True), ("page", True), ("page", False)):
+        holding.clear()
+        reply = plain(bot, f"Tell me about {owner}, {parked}. " * 4, owner=owner)
+        until(lambda: engine._warm)
+        slot = max(cache.slots, key=lambda slot: slot.last_used)
+        tokens = slot.tokens[:]
+        (cache._vacate if parked else cache._clear)(slot)
+        steps = spy(bot, monkeypatch)
+        holding.set()
+        "".join(reply)
+        quiet(bot)
+        computed = sum(len(chunk) for parts, _ in steps for _, _, chunk, _ in parts)
+        assert computed == (0 if not (owner and parked) else computed) and computed < len(tokens) // 2
+        assert bool(computed) == bool(owner and parked)
+        monkeypatch.undo()
+    engine.on_answer.pop()
+
+
+def test_ahead_of_everybody_no_more_is_kept_than_a_number(bot):
+    quiet(bot)
+    running = ask(bot, "Count from one to a hundred.", max_tokens=200, owner="busy")
+    until(lambda: running.text)
+    for number in range(MOST_WARM + 10):
+        bot.engine.warm(number, [1, 2, 3])
+    assert list(bot.engine._warm) == list(range(10, MOST_WARM + 10))
+    running.cancel()
+    quiet(bot)
+
+
+def test_for_a_page_that_was_closed_while_it_was_answered_nothing_is_computed_ahead(bot):
+    quiet(bot)
+    left = []
+    prompt = bot.conversation.prompt([user("Tell me a story.")])
+
+    def ahead(reply):
+        bot.engine.warm("page", prompt.tokens)
+        left.append("page" in bot.engine._warm)
+
+    reply = bot.engine.stream(prompt.tokens, GREEDY, 200, owner="page", on_end=ahead)
+    other = bot.engine.stream(prompt.tokens, GREEDY, 200, owner="another page")
+    until(lambda: reply.text and other.text)
+    bot.engine.forget("page")
+    reply.cancel()
+    until(lambda: reply.ended)
+    assert left == [True] and "page" not in bot.engine._warm and not other.stats.finish_reason
+    other.cancel()
+    quiet(bot)
+
+
+def test_whom_a_reply_tells_of_its_pieces_changes_under_its_lock_alone(bot):
+    """The decode thread looks whether there is a listener and calls it: none may go in between."""
+    changed = []
+
+    class Watched(Reply):
+        def __setattr__(self, name, value):
+            if name == "_on_change" and "_changed" in vars(self) and hasattr(self, "_on_change"):
+                changed.append(self._changed._is_owned())
+            super().__setattr__(name, value)
+
+    async def read(reply):
+        return [text async for text in reply]
+
+    reply = Watched(bot.engine, 3)
+    reply.put("some text")
+    reply.end()
+    assert asyncio.run(read(reply)) == ["some text"] and changed == [True, True]
+
+
 def test_an_error_in_one_request_ends_that_request_alone(bot, monkeypatch):
     steady = ask(bot, "Count from one to ten.", max_tokens=30, owner="steady")
     until(lambda: steady.text)
@@ -355,25 +559,40 @@ def test_a_prompt_that_cannot_be_answered_is_refused(bot, prompt, words):
         "".join(bot.engine.stream(prompt))
 
 
-def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(bot, monkeypatch):
+@pytest.mark.parametrize("failure", [-3, NO_CELLS])
+def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(bot, monkeypatch, failure):
     quiet(bot)
-    decode, failures = bot.engine.model.decode, iter([-3])
+    decode, failures = bot.engine.model.decode, iter([failure])
     monkeypatch.setattr(bot.engine.model, "decode", lambda parts: next(failures, None) or decode(parts))
-    with pytest.raises(EngineError, match="status -3"):
+    with pytest.raises(EngineError, match=f"status {failure}"):
         "".join(ask(bot, "Hello."))
     assert "".join(ask(bot, "Hello.", max_tokens=4))
     quiet(bot)
 
 
-def test_when_cells_run_out_idle_conversations_are_parked_then_requests_wait(bot, monkeypatch):
+def test_the_cells_suffice_when_every_sequence_is_full_however_they_are_scattered(make_bot):
+    """So llama.cpp never lacks cells: it fills single holes too, of computed and of restored tokens."""
+    bot = make_bot(runtime={"n_ctx": 256, "parallel": 3})
+    model, cache, full = bot.engine.model, bot.engine.cache, bot.engine.n_ctx - 1  # an answer ends before its last cell
     quiet(bot)
-    "".join(ask(bot, "Remember me.", owner="idle"))
-    quiet(bot)
-    decode = bot.engine.model.decode
-    monkeypatch.setattr(bot.engine.model, "decode", lambda parts: NO_CELLS if len(parts) > 1 else decode(parts))
-    replies = [ask(bot, f"Count to {n}.", max_tokens=12, owner=n) for n in (5, 6)]
-    assert all("".join(reply) for reply in replies)
-    assert {reply.stats.finish_reason for reply in replies} <= {"stop", "length"}
+    words = model.tokenize("word " * 300)[:full]
+
+    def compute(*slots):
+        for at in range(0, full, 3):
+            assert model.decode([(slot.id, at, words[at : at + 3], False) for slot in slots]) == 0
+        for slot in slots:
+            slot.tokens = token_array(words)
+
+    compute(*cache.slots)  # a few cells each in turn, beside the opening
+    saved = model.save(1)
+    for slot in cache.slots[:2]:
+        cache._clear(slot)
+    assert model.decode([(0, 0, words[: full // 2], False)]) == 0
+    assert model.decode([(0, full // 2, words[full // 2 :], False)]) == 0
+    assert model.restore(1, saved)
+    for slot in cache.slots[:2]:
+        slot.tokens = token_array(words)
+    assert cache.used_cells == 3 * full + len(cache.opening)
     quiet(bot)
 
 

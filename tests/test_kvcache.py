@@ -1,6 +1,6 @@
 """The cache's books, checked against a model of llama.cpp's memory that knows what each cell was computed from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import settings
@@ -14,6 +14,7 @@ from qwen_chat.kvcache import SHORTEST_RUN, SMALL_LOSS, KVCache, common_prefix, 
 class Cell:
     token: int
     position: int
+    before: tuple = ()  # the tokens in whose light it was computed
 
 
 class Cells:
@@ -28,7 +29,8 @@ class Cells:
 
     def compute(self, seq, tokens):
         cells = self.sequences.setdefault(seq, [])
-        cells += [Cell(token, len(cells) + offset) for offset, token in enumerate(tokens)]
+        for token in tokens:
+            cells.append(Cell(token, len(cells), tuple(cell.token for cell in cells)))
         self.computed += len(tokens)
 
     def seq_rm(self, seq, start, end):
@@ -51,13 +53,11 @@ class Cells:
         return 10 + 100 * len(self.sequences.get(seq, []))
 
     def save(self, seq):
-        cells = self.sequences[seq]
-        return b"".join(cell.token.to_bytes(4, "little") + cell.position.to_bytes(96, "little") for cell in cells) + b"x" * 10
+        return [replace(cell) for cell in self.sequences[seq]]
 
     def restore(self, seq, state):
         assert not self.sequences.get(seq)
-        parts = [state[at : at + 100] for at in range(0, len(state) - 10, 100)]
-        self.sequences[seq] = [Cell(int.from_bytes(part[:4], "little"), int.from_bytes(part[4:], "little")) for part in parts]
+        self.sequences[seq] = [replace(cell) for cell in state]
         return True
 
 
@@ -66,13 +66,15 @@ def check(cache, memory):
         cells = memory.sequences.get(sequence.id, [])
         assert [cell.token for cell in cells] == list(sequence.tokens)
         assert [cell.position for cell in cells] == list(range(len(sequence)))
+        assert all(cell.before == tuple(sequence.tokens[:at]) for at, cell in enumerate(cells[: sequence.plain]))
+    assert cache.used_cells == len({id(cell) for cells in memory.sequences.values() for cell in cells})
     assert cache.parked_bytes <= cache.cache_bytes
 
 
-def serve(cache, memory, prompt, answer=(), owner=None, trimmed=False):
+def serve(cache, memory, prompt, answer=(), owner=None, trimmed=False, client=None):
     """One request from begin to end; returns how many of the prompt's tokens were reused."""
     prompt = token_array(prompt)
-    slot = cache.acquire(prompt, owner, trimmed)
+    slot = cache.acquire(prompt, owner, client, trimmed)
     reused = len(slot)
     assert slot.tokens == prompt[:reused] and reused < len(prompt)
     rest = prompt[reused:] + token_array(answer)
@@ -208,12 +210,116 @@ def test_afresh_reuses_the_opening_alone():
     assert len(cache.acquire(token_array(turn(1)), afresh=True)) == 0
 
 
-def test_idle_sequences_can_be_freed_for_their_cells():
+def test_what_one_client_left_serves_no_other_live_parked_or_at_work():
     cache, memory = make(2)
-    serve(cache, memory, SYSTEM + turn(1))
-    assert cache.park_idle() and not cache.park_idle()
+    serve(cache, memory, SYSTEM + turn(1), client="a")
+    assert serve(cache, memory, SYSTEM + turn(1) + [1], client="b") == 20
+    assert serve(cache, memory, SYSTEM + turn(1) + [2], client="a") == 60
+    serve(cache, memory, SYSTEM + turn(2), client="c")
+    serve(cache, memory, SYSTEM + turn(3), client="c")
+    assert {parked.client for parked in cache.parked} == {"a", "b"}  # the same tokens: one does not replace the other
+    assert cache.missing(token_array(SYSTEM + turn(1)), None, "d", False, live=False) == 40
+    working = cache.acquire(token_array(SYSTEM + turn(4)), client="a")
+    memory.compute(working.id, turn(4))
+    working.tokens.extend(turn(4))
+    assert serve(cache, memory, SYSTEM + turn(4) + [1], client="b") == 20
+
+
+def test_a_conversation_finds_its_own_sequence_whoever_asks_for_it():
+    cache, memory = make()
+    serve(cache, memory, SYSTEM + turn(1), owner="page", client="page")
+    assert serve(cache, memory, SYSTEM + turn(1) + [1], owner="page", client="person") == 60
+    assert serve(cache, memory, SYSTEM + turn(1) + [1], owner="other", client="other") == 20
+
+
+@pytest.mark.parametrize("n_slots", [1, 2])
+def test_what_was_computed_in_the_light_of_dropped_turns_serves_no_other_conversation(n_slots):
+    cache, memory = make(n_slots)
+    serve(cache, memory, SYSTEM + turn(1) + turn(2), turn(3), owner="a")
+    moved = SYSTEM + turn(2) + turn(3)
+    assert serve(cache, memory, moved + turn(4), owner="a", trimmed=True) == 100
+    assert serve(cache, memory, moved + [1], owner="b") == 20
+    assert serve(cache, memory, moved + [1], owner="a") in (20, 100)  # a new chat, from what b computed if that is left
+    assert serve(cache, memory, moved + turn(4) + turn(5), owner="a", trimmed=True) == 140
+
+
+def test_what_is_cut_back_to_before_the_gap_serves_everybody_again():
+    cache, memory = make(1)
+    serve(cache, memory, SYSTEM + turn(1) + turn(2), turn(3), owner="a")
+    serve(cache, memory, SYSTEM + turn(2) + turn(3) + turn(4), owner="a", trimmed=True)
+    cache.cut(cache.slots[0], 20)
+    memory.compute(0, turn(5))
+    cache.slots[0].tokens.extend(turn(5))
     check(cache, memory)
-    assert serve(cache, memory, SYSTEM + turn(1) + [1]) == 60
+    assert serve(cache, memory, SYSTEM + turn(5) + [1], owner="b") == 60
+
+
+def test_what_is_too_large_to_park_does_not_push_its_shorter_copy_out():
+    cache, memory = make(1, cache_bytes=104 * 60 + 10)
+    serve(cache, memory, SYSTEM + turn(1), owner="a")
+    serve(cache, memory, SYSTEM + turn(2), owner="b")  # parks the former
+    slot = cache.slots[0]
+    cache._clear(slot)
+    memory.compute(slot.id, SYSTEM + turn(1) + turn(3))  # computed anew and longer, then pushed out by another
+    slot.tokens = token_array(SYSTEM + turn(1) + turn(3))
+    serve(cache, memory, SYSTEM + turn(4), owner="c")
+    assert serve(cache, memory, SYSTEM + turn(1) + [1], owner="a") == 60
+
+
+def test_equal_tokens_are_no_shared_cells():
+    cache, memory = make(3)
+    slots = [cache.acquire(token_array(SYSTEM + turn(1))) for _ in range(2)]
+    for slot in slots:
+        memory.compute(slot.id, turn(1))
+        slot.tokens.extend(turn(1))
+    assert cache.used_cells == 20 + 40 + 40  # the opening's own and two computed side by side
+    check(cache, memory)
+    assert len(cache.acquire(token_array(SYSTEM + turn(1) + [1]))) == 60
+    check(cache, memory)
+    assert cache.used_cells == 100
+
+
+def test_the_end_of_another_conversation_is_not_cut_off_however_short():
+    cache, memory = make()
+    serve(cache, memory, SYSTEM + turn(1), owner="a")
+    assert serve(cache, memory, SYSTEM + turn(1)[:25] + turn(2), owner="b") == 45
+    assert serve(cache, memory, SYSTEM + turn(1) + [1], owner="a") == 60
+
+
+def test_of_what_is_moved_down_no_copy_is_kept():
+    cache, memory = make(1)
+    serve(cache, memory, SYSTEM + turn(1) + turn(2), turn(3), owner="a")
+    serve(cache, memory, SYSTEM + turn(2) + turn(3) + turn(4), owner="a", trimmed=True)
+    assert cache.parked == []
+
+
+def test_an_idle_sequence_goes_on_rather_than_a_copy_of_one_at_work():
+    cache, memory = make(2)
+    slots = [cache.acquire(token_array(SYSTEM + turn(1))) for _ in range(2)]
+    for slot in slots:
+        memory.compute(slot.id, turn(1))
+        slot.tokens.extend(turn(1))
+    cache.release(slots[1])
+    assert cache.acquire(token_array(SYSTEM + turn(1) + [1])) is slots[1] and cache.used_cells == 100
+
+
+def test_what_ended_last_is_overwritten_last():
+    cache, memory = make(2, cache_bytes=0)
+    first, second = (cache.acquire(token_array(SYSTEM + turn(number))) for number in (1, 2))
+    cache.release(second)
+    cache.release(first)
+    assert cache.acquire(token_array(SYSTEM + turn(3))) is second
+
+
+def test_how_much_of_a_prompt_is_missing():
+    cache, memory = make(1)
+    prompt = token_array(SYSTEM + turn(1))
+    missing = lambda live, trimmed=False: cache.missing(prompt, "a", None, trimmed, live)
+    assert missing(live=True) == missing(live=False) == 40
+    serve(cache, memory, prompt, owner="a")
+    assert missing(live=True) == 0
+    serve(cache, memory, SYSTEM + turn(2), owner="b")
+    assert missing(live=True) == 40 and missing(live=False) == 0
 
 
 TOKENS = st.lists(st.integers(30, 33), min_size=1, max_size=SMALL_LOSS + SHORTEST_RUN)
@@ -236,8 +342,9 @@ class Requests(RuleBasedStateMachine):
         turns.append(text)
         kept = turns[self.dropped[owner] :]
         prompt = token_array(SYSTEM + [token for part in kept for token in part])
-        slot = self.cache.acquire(prompt, owner, self.dropped[owner] > 0)
+        slot = self.cache.acquire(prompt, owner, owner % 2, self.dropped[owner] > 0)
         assert slot.tokens == prompt[: len(slot)] and len(slot) < len(prompt) and slot.busy
+        assert slot.plain >= len(slot) or self.dropped[owner] > 0
         self.at_work.append((slot, prompt, owner))
 
     @precondition(lambda self: self.at_work)
@@ -265,10 +372,6 @@ class Requests(RuleBasedStateMachine):
     def drop_a_turn(self, owner):
         if len(self.turns[owner]) > self.dropped[owner] + 1:
             self.dropped[owner] += 1
-
-    @rule()
-    def free_cells(self):
-        self.cache.park_idle()
 
     @invariant()
     def books_and_cells_agree(self):

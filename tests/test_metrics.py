@@ -46,6 +46,19 @@ def test_every_answer_is_counted(counted):
     assert after["qwen_chat_running"] == after["qwen_chat_waiting"] == 0 and after["qwen_chat_ready"] == 1
 
 
+def test_what_is_asked_on_the_way_to_an_answer_is_not_counted(counted):
+    bot, metrics = counted
+    before = samples(metrics)
+    summary = ask(bot, "Shorten this.", max_tokens=4, keep=False)
+    with pytest.raises(Busy):
+        ask(bot, "And me?", keep=False, told=False)
+    assert "".join(summary)
+    until(lambda: bot.engine.idle)
+    counters = ("_total", "_count", "_sum", "_bucket")
+    changed = {name for name, value in samples(metrics).items() if value != before[name] and name.partition(":")[0].endswith(counters)}
+    assert changed <= {"process_cpu_seconds_total"}
+
+
 def test_what_is_looked_up(counted):
     bot, metrics = counted
     "".join(ask(bot, "Hello.", max_tokens=2))

@@ -1,12 +1,16 @@
-"""Two thousand random requests leave nothing behind: no sequence at work, no line, no growing memory."""
+"""Two thousand random requests leave nothing behind: no sequence at work, no line, no cell unaccounted for, no growing
+memory."""
 
 import random
 import threading
+from collections import Counter
 
+import llama_cpp
 import psutil
-from test_engine import ask, quiet, user
+from test_engine import ask, plain, quiet, user
 
 from qwen_chat.engine import Busy
+from qwen_chat.model import ABORTED
 from qwen_chat.sampling import Sampling
 
 REQUESTS = 2000
@@ -14,12 +18,13 @@ WORDS = "sun moon star river mountain 春天 花 small big why how tell me about
 
 
 class Person:
-    """Somebody who asks, goes on, edits, begins anew, types ahead and gives up, all by chance."""
+    """Somebody who asks, goes on, edits, begins anew, types ahead, leaves and gives up, all by chance."""
 
     def __init__(self, bot, number: int):
         self.bot, self.number, self.chance = bot, number, random.Random(number)
+        self.client = number // 2  # two conversations of one client
         self.messages: list[dict] = []
-        self.outcomes = dict.fromkeys(("stop", "length", "cancelled", "busy"), 0)
+        self.outcomes: Counter[str] = Counter()
 
     def run(self, requests: int) -> None:
         for _ in range(requests):
@@ -39,16 +44,27 @@ class Person:
         if luck > 0.8:
             self.bot.engine.warm(self.number, self.bot.conversation.prompt(self.messages).tokens)
 
+    def ask(self):
+        """A question of one kind or another; what its answer may have in it to end it is by chance too."""
+        kind, stop = self.chance.random(), self.chance.choice(["", "e", ". "])
+        sampling = Sampling(seed=self.chance.choice([-1, -1, -1, 7]))
+        if kind < 0.15:
+            return plain(self.bot, self.text(3), client=self.client, keep=kind > 0.05)
+        stop = {"stop": [stop]} if stop else {}
+        return ask(self.bot, self.messages, sampling, self.chance.randint(1, 4), owner=self.number, client=self.client, **stop)
+
     def request(self) -> None:
         luck = self.chance.random()
         try:
-            reply = ask(self.bot, self.messages, Sampling(), self.chance.randint(1, 4), owner=self.number)
-        except Busy:
-            self.outcomes["busy"] += 1
+            reply = self.ask()
+        except Busy as busy:
+            self.outcomes["share" if busy.own_share else "busy"] += 1
             self.messages.pop()
             return
         if luck < 0.1:
             reply.cancel()
+        if luck > 0.98:
+            self.bot.engine.forget(self.number)
         pieces = []
         for piece in reply:
             pieces.append(piece)
@@ -67,16 +83,46 @@ def talk(bot, people: list[Person], requests: int) -> None:
     quiet(bot)
 
 
+class Cells:
+    """Counts the cells that hold a token by the size of llama.cpp's own state: each adds the same, and four bytes more
+    for every sequence that it belongs to. Begins with a cache of which only the opening is in use."""
+
+    def __init__(self, bot):
+        self.cache, self.model = bot.engine.cache, bot.engine.model
+        self.begin = self.size()
+        assert self.model.decode([(0, 0, [0], False)]) == 0
+        self.cell = self.size() - self.begin - 4
+        self.model.seq_rm(0, 0, -1)
+
+    def size(self) -> int:
+        return llama_cpp.llama_state_get_size(self.model._context)
+
+    def in_use(self) -> float:
+        grown = self.size() - self.begin - 4 * sum(map(len, self.cache.slots))
+        return len(self.cache.opening) + grown / self.cell
+
+
 def test_two_thousand_random_requests_leave_nothing_behind(make_bot):
     bot = make_bot(queue_size=2, runtime={"n_ctx": 256, "parallel": 3, "cache_mb": 8}, generation={"max_tokens": 64})
+    engine, model, statuses = bot.engine, bot.engine.model, Counter()
+    cells, decode = Cells(bot), model.decode
+
+    def counted(parts):
+        status = decode(parts)
+        statuses[status] += 1
+        return status
+
+    model.decode = counted
     people = [Person(bot, number) for number in range(6)]
     talk(bot, people, REQUESTS // 4)
     before = psutil.Process().memory_info().rss
     talk(bot, people, REQUESTS * 3 // 4)
     grown = psutil.Process().memory_info().rss - before
-    outcomes = {name: sum(person.outcomes[name] for person in people) for name in people[0].outcomes}
-    assert sum(outcomes.values()) >= REQUESTS - 2 * len(people)
-    assert all(outcomes.values()), outcomes
-    assert bot.engine.cache.parked_bytes <= 8 * 2**20
+    outcomes = sum((person.outcomes for person in people), Counter())
+    assert outcomes.total() >= REQUESTS - 2 * len(people)
+    assert set(outcomes) >= {"stop", "length", "cancelled", "busy"}, outcomes
+    assert set(statuses) <= {0, ABORTED}, statuses
+    assert engine.cache.parked_bytes <= 8 * 2**20
     assert grown < 30 * 2**20
-    assert not bot.engine._warm and not bot.engine._computing
+    assert not (engine._warm or engine._computing or engine._open or engine._active or engine._line._people)
+    assert engine.cache.used_cells == cells.in_use()

@@ -64,6 +64,14 @@ def test_an_answer_that_has_not_begun_says_what_it_waits_for():
     assert words.waiting(SimpleNamespace(place=0, read=50, to_read=50)) == ""
 
 
+def test_a_place_in_line_that_is_given_up_while_it_is_told_is_told_as_it_was():
+    class Moving:
+        read, to_read, places = 0, 50, iter([1, 0])
+        place = property(lambda self: next(self.places))
+
+    assert texts.preferred("en", None).waiting(Moving()) == "Waiting: 1 in line"
+
+
 def test_figures_are_one_line():
     stats = Stats(1300, 1250, 80, first_token_ms=81.6, tokens_per_second=51.4, finish_reason="stop")
     english, chinese = texts.preferred("en", None), texts.preferred("zh", None)
