@@ -279,13 +279,15 @@ class Engine:
         follow: list[int] = (),
         on_end: Callable[[Reply], None] | None = None,
         keep: bool = True,
+        told: bool = True,
     ) -> Reply:
         """Asks for the continuation of `tokens`; returns at once.
 
         `owner` names the conversation, `client` (any hashable value) the person who asks, `trimmed` says that it dropped old turns before this prompt,
         `follow` is what the next prompt surely has after this answer and is computed when it ends.
         `on_end` is called by the decode thread. Without `keep` nothing of it stays in the cache: no
-        conversation goes on from there. Raises Busy, or EngineError when the engine has ended.
+        conversation goes on from there. Raises Busy, which is not counted as a rejection unless somebody is `told`, or
+        EngineError when the engine has ended.
         """
         prompt = token_array(tokens)
         if not prompt:
@@ -298,7 +300,7 @@ class Engine:
             if self.error or self._closing:
                 raise EngineError(f"the engine has ended: {self.error or 'it was closed'}")
             if self._n_open >= self.runtime.parallel + self.queue_size:
-                self.rejected += 1
+                self.rejected += told
                 raise Busy(f"as many answers as may are running or waiting ({self._n_open}); try again in a moment")
             self._n_open += 1
             self._warm.pop(owner, None)
@@ -306,8 +308,9 @@ class Engine:
             self._news.notify()
         return reply
 
-    def warm(self, owner: object, tokens: Iterable[int], trimmed: bool = False) -> None:
-        """Computes a prompt that `owner` will probably send, when nothing else is to do; the latest one counts."""
+    def warm(self, owner: object, tokens: Iterable[int], trimmed: bool = False, client: object = None) -> None:
+        """Computes a prompt that `client` will probably send in the conversation `owner`, when nothing else is to do;
+        the latest one counts."""
         with self._news:
             self._warm.pop(owner, None)
             self._warm[owner] = (token_array(tokens), trimmed)

@@ -3,9 +3,11 @@ from array import array
 
 import pytest
 
+from qwen_chat import template
 from qwen_chat.config import Config
 from qwen_chat.conversation import Conversation, TooLong, flatten
 from qwen_chat.sampling import Sampling
+from qwen_chat.template import ChatTemplate, joined
 
 
 def user(text):
@@ -84,13 +86,14 @@ def test_oldest_turns_are_dropped_at_turn_boundaries_until_the_answer_has_room(b
 def test_a_prompt_is_as_long_as_its_parts_were_counted(bot):
     messages = [user("one"), answer("two 二 🙂"), user("three")]
     pieces = bot.conversation.template.render(messages)
-    assert sum(map(len, pieces)) == len(sum(pieces, []))
-    assert len(pieces) == 4
+    sizes, end = bot.conversation.template.sizes(messages)
+    assert sum(sizes) + end == len(joined(pieces)) == sum(piece.size for piece in pieces)
+    assert [piece.message for piece in pieces] == [0, 1, 2, None] and len(sizes) == 3
 
 
 def test_max_turns_keeps_the_last_rounds(make_bot, small_model):
     bot = make_bot(chat={"history": {"max_turns": 3}})
-    messages = sum(([user(f"q{n}"), answer(f"a{n}")] for n in range(6)), [])
+    messages = [message for n in range(6) for message in (user(f"q{n}"), answer(f"a{n}"))]
     prompt = bot.conversation.prompt(messages + [user("q6")])
     text = text_of(bot, prompt.tokens)
     assert prompt.dropped == 4
@@ -130,14 +133,6 @@ def test_what_follows_an_answer_is_what_the_next_prompt_has_there(bot):
     assert first.follow and second.tokens[: len(expected)] == expected
 
 
-def test_an_answer_is_remembered_with_the_tokens_the_model_chose(bot):
-    conversation = Conversation(bot.engine, bot.config)
-    letters = [bot.engine.model.tokenize(letter)[0] for letter in "hello"]
-    conversation.template.remember("hello", letters)
-    tokens = conversation.prompt([user("x"), answer("hello"), user("y")]).tokens
-    assert any(tokens[at : at + 5] == letters for at in range(len(tokens)))
-
-
 def test_without_shifting_half_the_room_is_freed_at_once_and_stays_so(bot):
     class CannotShift:
         model, n_ctx, can_shift = bot.engine.model, bot.engine.n_ctx, False
@@ -158,12 +153,12 @@ def test_turns_that_the_next_question_would_drop_are_dropped_while_the_answer_is
     messages, ahead = [], 0
     for number in range(9):
         messages.append(user(f"Say something about topic {number}."))
-        prompt = bot.conversation.prompt(messages)
+        prompt = bot.conversation.prompt(messages, client="me")
         if prompt.trimmed and number > 5:
             ahead += bot.engine.cache.covers(array("i", prompt.tokens[:-16]))
         reply = bot.engine.stream(
-            prompt.tokens, Sampling(temperature=0), 12, owner="me", trimmed=prompt.trimmed, follow=prompt.follow,
-            on_end=lambda reply: bot.conversation.after(reply, messages, "me"),
+            prompt.tokens, Sampling(temperature=0), 12, owner="me", client="me", trimmed=prompt.trimmed, follow=prompt.follow,
+            on_end=lambda reply: bot.conversation.after(reply, prompt, messages, "me"),
         )
         messages.append(answer("".join(reply)))
         while not bot.engine.idle:
@@ -172,31 +167,33 @@ def test_turns_that_the_next_question_would_drop_are_dropped_while_the_answer_is
 
 
 def test_texts_kept_at_hand_are_bounded(bot, monkeypatch):
-    from qwen_chat import conversation
-
-    monkeypatch.setattr(conversation, "REMEMBERED", 300)
-    template = Conversation(bot.engine, bot.config).template
+    monkeypatch.setattr(template, "REMEMBERED", 300)
+    monkeypatch.setattr(template, "LARGEST_KEPT", 75)
+    made = ChatTemplate(bot.engine.model)
     for number in range(50):
-        template.render([user(f"{number} " + "word " * 20)])
-    template.render([user("word " * 1000)])
-    assert template._held == sum(map(len, template._known.values())) <= 300
+        made.render([user(f"{number} " + "word " * 20)])
+        made.render([user(f"{number} " + "word " * 40)], keep=False)
+    made.render([user("word " * 100)])
+    assert made._held == sum(map(len, made._known.values())) <= 300
+    kept = [text for text, special in made._known if not special]
+    assert len(kept) > 5 and kept[-1].startswith("49 ") and max(map(len, kept)) < 110
 
 
 def test_an_answer_that_has_begun_goes_on_behind_its_own_tokens(bot):
     messages = [{"role": "user", "content": "Tell me a very long story about a cat and a dog."}]
-    asked = bot.conversation.prompt(messages, max_tokens=12)
+    asked = bot.conversation.prompt(messages, max_tokens=12, client="me")
     reply = bot.engine.stream(asked.tokens, Sampling(temperature=0, repeat_penalty=1), 12)
     begun = "".join(reply)
-    bot.conversation.remember(reply)
-    rest = bot.conversation.prompt(messages, max_tokens=12, begun=begun)
+    bot.conversation.remember(reply, asked)
+    rest = bot.conversation.prompt(messages, max_tokens=12, begun=begun, client="me")
     assert reply.stats.finish_reason == "length"
     assert rest.tokens == asked.tokens + reply.tokens  # so that the cache has all of it
     more = bot.engine.stream(rest.tokens, Sampling(temperature=0, repeat_penalty=1), 12)
     text = "".join(more)
     assert more.stats.cached_tokens >= len(rest.tokens) - 2
-    bot.conversation.remember(more, begun)
+    bot.conversation.remember(more, rest)
     next_turn = [*messages, {"role": "assistant", "content": begun + text}, {"role": "user", "content": "Go on"}]
-    tokens = bot.conversation.prompt(next_turn).tokens
+    tokens = bot.conversation.prompt(next_turn, client="me").tokens
     assert tokens[: len(rest.tokens) + len(more.tokens)] == rest.tokens + more.tokens
 
 

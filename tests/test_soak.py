@@ -37,7 +37,7 @@ class Person:
             del self.messages[2 * self.chance.randint(0, len(self.messages) // 2) :]
         self.messages.append(user(self.text(60 if luck > 0.98 else 3)))
         if luck > 0.8:
-            self.bot.engine.warm(self.number, self.bot.conversation.prompt(self.messages).tokens)
+            self.bot.engine.warm(self.number, self.bot.conversation.prompt(self.messages, client=self.number).tokens)
 
     def request(self) -> None:
         luck = self.chance.random()
