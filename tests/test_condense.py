@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from qwen_chat import condense
 from qwen_chat.condense import Condenser, frame, quotes, split
+from qwen_chat.config import Config
 from qwen_chat.conversation import TooLong
 from qwen_chat.engine import Busy
 from qwen_chat.performance import Performance
@@ -314,6 +315,115 @@ def test_the_size_of_a_long_text_is_estimated(bot):
     text = "".join(f"{n} is a number, {n + 1} another one. " for n in range(3000))
     assert bot.conversation.size(text) == pytest.approx(bot.conversation.count(text), rel=0.1)
     assert bot.conversation.size(text[:5000]) == bot.conversation.count(text[:5000])
+
+
+# Nothing of one person's reaches another
+
+
+SHORT = "\n\n".join(STORY.split("\n\n")[:5])  # in few parts
+
+
+@pytest.fixture(scope="module")
+def small_bot(make_bot):
+    return make_bot(runtime={"n_ctx": 384, "parallel": 1}, generation={"max_tokens": 64})
+
+
+@pytest.fixture
+def small(small_bot, monkeypatch):
+    """An engine that is soon done with a long message."""
+    monkeypatch.setattr(condense, "SUMMARY", (6, 12))
+    return small_bot
+
+
+def with_answers_of(bot, max_tokens):
+    """Settings of a tab, in which a message may be longer where its answer is shorter."""
+    return Config.model_validate({**bot.config.model_dump(), "generation": {"max_tokens": max_tokens}})
+
+
+def asked_of(engine, monkeypatch):
+    """What is asked of the engine from now on: tokens, and who asks."""
+    asked, ask = [], engine.stream
+
+    def stream(tokens, *given, **options):
+        asked.append((list(tokens), options.get("client")))
+        return ask(tokens, *given, **options)
+
+    monkeypatch.setattr(engine, "stream", stream)
+    return asked
+
+
+def test_what_another_sent_before_is_condensed_anew(small, monkeypatch):
+    person, asked = condenser(small), asked_of(small.engine, monkeypatch)
+    message = [user(f"{SHORT}\n\n{QUESTION}")]
+    texts = []
+    for client in ("me", "you", None):
+        condensing, progress = asyncio.run(fitted(person, message, client))
+        assert progress and person.shown(message, client)[-1]["content"] == (condensing.messages if client else message)[-1]["content"]
+        texts.append(condensing.messages[-1]["content"])
+    assert len(set(texts)) == 1  # greedy, of the same text
+    prompts = [[tokens for tokens, by in asked if by == client] for client in ("me", "you", None)]
+    assert prompts[0] == prompts[1] == prompts[2] != []
+    assert person.shown(message, "stranger") == message
+
+
+def test_nothing_that_fits_is_replaced(small):
+    person = condenser(small)
+    limits = [small.conversation.under(with_answers_of(small, most)).longest() for most in (16, 64)]
+    middle = "word " * ((limits[0] + limits[1]) // 2)
+    message = [user(middle)]
+    condensing, progress = asyncio.run(fitted(person, message))
+    assert progress and condensing.messages != message
+    assert person.shown(message, "me") == condensing.messages
+    roomy = person.under(with_answers_of(small, 16))  # another tab of the same person
+    condensing, progress = asyncio.run(fitted(roomy, message))
+    assert not progress and condensing.messages == message == roomy.shown(message, "me") and condensing.result is None
+
+
+def test_a_message_that_fits_without_what_stood_beside_it_is_not_replaced(small):
+    person, half = condenser(small), small.conversation.longest() * 2 // 3
+    together = [user("word " * half), user("more " * (half // 2))]
+    condensing, progress = asyncio.run(fitted(person, together))
+    assert progress and condensing.messages[0] != together[0]
+    assert person.shown(together, "me") == condensing.messages
+    for alone in (together[:1], [*together[:1], user("And?")]):
+        assert person.shown(alone, "me") == alone
+        condensing, progress = asyncio.run(fitted(person, alone))
+        assert not progress and condensing.messages == alone and condensing.result is None
+
+
+def test_what_was_condensed_stays_in_its_conversation_and_its_budget(small, monkeypatch):
+    person, long = condenser(small), user(f"{SHORT}\n\n{QUESTION}")
+    condensing, _ = asyncio.run(fitted(person, [long]))
+    made = condensing.result
+    answered = [long, answer("Harbour 7."), user("Thank you")]
+    elsewhere = [user("Hi"), answer("Hello"), long]
+    assert person.shown(answered, "me")[0]["content"] == made.text
+    assert person.shown(elsewhere, "me") == elsewhere
+    tight = person.under(with_answers_of(small, 32))
+    assert tight.shown([long], "me") == [long]  # it waits for an answer, and has another budget now
+    assert tight.shown(answered, "me")[0]["content"] == made.text  # it was read like this
+    asked = asked_of(small.engine, monkeypatch)
+    again, progress = asyncio.run(fitted(tight, [long]))
+    assert progress and again.result.budget == tight.budget != made.budget
+    asked.clear()
+    asyncio.run(fitted(person, elsewhere))
+    assert not asked  # the parts are those of before, for the same person
+
+
+def test_a_summary_belongs_to_the_system_prompt_it_was_asked_for_with(small, monkeypatch):
+    person, asked = condenser(small), asked_of(small.engine, monkeypatch)
+    for prompt in ("Speak like a sailor.", "Speak like a teacher."):
+        other = Config.model_validate({**small.config.model_dump(), "chat": {"system_prompt": prompt}})
+        asyncio.run(fitted(person.under(other), [user(f"{SHORT}\n\n{QUESTION}")]))
+    prompts = [tuple(tokens) for tokens, _ in asked]
+    assert len(prompts) > 2 and len(set(prompts)) == len(prompts)
+    assert len({len(each) for each in prompts[::len(prompts) // 2]}) == 1  # the same parts
+
+
+def test_one_who_has_been_condensed_for_waits_in_line_and_others_do_not(small):
+    short, long = [user("Hi")], [user(f"{SHORT}\n\n{QUESTION}")]
+    person = condenser(small)
+    assert [asyncio.run(fitted(person, each))[0].waited for each in (short, long, long)] == [False, True, False]
 
 
 # Notes of earlier turns
