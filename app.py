@@ -58,7 +58,8 @@ async def respond(message: str, history: list[dict], settings, request: gr.Reque
         async for state in ui.settling(engine):
             yield ui.status(words.state(state))
         await engine.wait_ready()
-        messages, session, client = [*history, {"role": "user", "content": message}], request.session_hash, _client(request)
+        messages, session = [*history, {"role": "user", "content": message}], request.session_hash
+        client = _client(request)
         talk, short = conversation.under(settings), condenser.under(settings)
         if talk.longest() < 1:
             raise EngineError(words("system_too_long"))

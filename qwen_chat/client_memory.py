@@ -23,6 +23,10 @@ class ClientMemory:
         self._total = 0
         self._lock = Lock()
 
+    def holds(self, client: Hashable) -> bool:
+        """Whether anything is kept for `client`."""
+        return client in self._held
+
     def get(self, client: Hashable, key: Hashable):
         """What was kept for `client` under `key`, or None."""
         with self._lock:

@@ -98,8 +98,8 @@ class Size:
 
 @dataclass(frozen=True)
 class Condensed:
-    """What stands for a message: its text, its size `before` and `after` in tokens, of how many `parts` it was made, and
-    the `budget` it was made for."""
+    """What stands for a message: its text, its size `before` and `after` in tokens, of how many `parts` it was made,
+    and the `budget` it was made for."""
 
     text: str
     before: int
@@ -155,7 +155,7 @@ class Condenser:
         return Condensing(self, messages, client)
 
     def shown(self, messages: list[dict], client: Hashable = None) -> list[dict]:
-        """`messages` as the model reads them: what was condensed before stands there condensed, where it does not fit."""
+        """`messages` as the model reads them: what was condensed before stands there condensed, if it does not fit."""
         return self.recall(flatten(messages), client)[0]
 
     def recall(self, messages: list[dict], client: Hashable) -> tuple[list[dict], Condensed | None]:
@@ -164,17 +164,22 @@ class Condenser:
         That is condensed anew for another budget. What was answered is not: it stays as it was read.
         """
         shown, newest, waiting = list(messages), None, set(_unanswered(messages))
-        known = {at: self._messages.get(client, place) for at, place in enumerate(places(messages))}
+        if not self._messages.holds(client):
+            return shown, newest
+        known = [self._messages.get(client, place) for place in places(messages)]
         for run in _runs(messages):
-            found = {at: known[at] for at in run if known[at] and (known[at].budget == self.budget or at not in waiting)}
+            found = {at: known[at] for at in run if known[at]}
+            if run[-1] in waiting:
+                found = {at: condensed for at, condensed in found.items() if condensed.budget == self.budget}
             if found and not self._fits(messages, run):
                 for at, condensed in found.items():
                     shown[at] = {"role": "user", "content": condensed.text}
                     newest = condensed if at in waiting else newest
         return shown, newest
 
-    def keep(self, client: Hashable, place: bytes, condensed: Condensed) -> None:
-        """Has `condensed` stand for the message at `place` from now on."""
+    def keep(self, client: Hashable, messages: list[dict], condensed: Condensed) -> None:
+        """Has `condensed` stand for the last of `messages` from now on."""
+        *_, place = places(messages)
         self._messages.put(client, place, condensed)
 
     def too_long(self, messages: list[dict]) -> int | None:
@@ -192,7 +197,7 @@ class Condenser:
         return max(sizes, key=sizes.get)
 
     def _fits(self, messages: list[dict], run: list[int]) -> bool:
-        """Whether these messages of a person, which make one turn, fit. A token for each byte is the most a text can be."""
+        """Whether these messages of a person, which make one turn, fit. A text has no more tokens than bytes."""
         text = merged(messages[at]["content"] for at in run)
         return len(text.encode("utf-8", "replace")) < self._conversation.longest() or self._conversation.fits(text)
 
@@ -220,7 +225,8 @@ class Condenser:
         """The model's summary of one part in at most `limit` tokens; a part as short as that stays as it is."""
         if await asyncio.to_thread(self._conversation.count, part) <= limit:
             return part.strip()
-        prompt = await asyncio.to_thread(self._conversation.whole, [{"role": "user", "content": plan.ask(part, limit)}], False)
+        asked = [{"role": "user", "content": plan.ask(part, limit)}]
+        prompt = await asyncio.to_thread(self._conversation.whole, asked, False)
         limit = min(limit, prompt.max_tokens)
         key = limit, _digest(prompt.tokens)
         known = self._summaries.get(client, key)
@@ -290,7 +296,6 @@ class Condensing:
         self._condenser = condenser
         self._client = client
         self._given = self.messages = messages
-        self._places: list[bytes] = []
         self.result: Condensed | None = None
         self.waited = False
 
@@ -313,12 +318,11 @@ class Condensing:
                         self.result = step
             finally:
                 await steps.aclose()
-            self._condenser.keep(self._client, self._places[at], self.result)
+            self._condenser.keep(self._client, self._given[: at + 1], self.result)
             self.messages[at] = {"role": "user", "content": self.result.text}
 
     def _read(self) -> None:
         self._given = flatten(self._given)
-        self._places = list(places(self._given))
         self.messages, self.result = self._condenser.recall(self._given, self._client)
 
 
