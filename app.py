@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from qwen_chat import weights
 from qwen_chat.address import AddressError, url, why_not
-from qwen_chat.condense import Condenser
+from qwen_chat.condense import Condenser, patiently
 from qwen_chat.config import load_or_exit
 from qwen_chat.conversation import Conversation, TooLong
 from qwen_chat.cpu_code import CpuCodeError
@@ -68,19 +68,22 @@ async def respond(message: str, history: list[dict], settings, request: gr.Reque
             yield ui.status(words.state(state))
         await engine.wait_ready()
         messages, session = [*history, {"role": "user", "content": message}], request.session_hash
+        client = _client(request)
         talk, short = conversation.under(settings), condenser.under(settings)
         if talk.longest() < 1:
             raise EngineError(words("system_too_long"))
-        fitted = short.on(messages, session)
+        fitted = short.on(messages, session, client)
         async with aclosing(fitted.parts()) as parts:
             async for part in parts:
                 yield ui.status(words("condensing", number=part.number, count=part.count))
         messages = fitted.messages
-        prompt = await asyncio.to_thread(talk.prompt, messages, begun=begun)
-        reply = engine.stream(
-            prompt.tokens, Sampling.from_config(settings), prompt.max_tokens, prompt.stop, owner=session, trimmed=prompt.trimmed,
-            follow=prompt.follow, on_end=lambda reply: short.after(reply, messages, session, begun=begun),
+        prompt = await asyncio.to_thread(talk.prompt, messages, begun=begun, client=client)
+        ask = partial(
+            engine.stream, prompt.tokens, Sampling.from_config(settings), prompt.max_tokens, prompt.stop, owner=session,
+            client=client, trimmed=prompt.trimmed, follow=prompt.follow, told=not fitted.waited,
+            on_end=lambda reply: short.after(reply, prompt, messages, session),
         )
+        reply = await patiently(ask) if fitted.waited else ask()
         async for text in ui.pieces(reply, history):
             answer += text
             if answer:
@@ -117,8 +120,14 @@ def _apology(error: Exception, words, begun: str) -> str:
 def typed(message: str, history: list[dict], settings, request: gr.Request) -> None:
     """Computes ahead what is being typed, so that only its last few tokens are left when it is sent."""
     if engine.state.phase == "ready" and conversation.size(message) < engine.n_ctx:
-        prompt = conversation.under(settings).prompt(condenser.shown([*history, {"role": "user", "content": message}]))
-        engine.warm(request.session_hash, prompt.tokens, prompt.trimmed)
+        client, messages = _client(request), [*history, {"role": "user", "content": message}]
+        prompt = conversation.under(settings).prompt(condenser.under(settings).shown(messages, client), client=client)
+        engine.warm(request.session_hash, prompt.tokens, prompt.trimmed, client)
+
+
+def _client(request: gr.Request) -> tuple[str, str]:
+    """Who asks: the person who has logged in, else this tab."""
+    return ("login", request.username) if request.username else ("tab", request.session_hash)
 
 
 demo = ui.ChatPage(respond, typed, condenser.measure, engine, config)

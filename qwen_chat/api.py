@@ -157,8 +157,9 @@ class Api:
     async def chat(self, request: Request) -> Response:
         self._check_ready()
         form = openai_form.read(ChatRequest, await self._body(request))
-        messages = [message.plain() for message in form.messages]
-        return await self._answer(request, form, ChatShape, "messages", lambda: self.conversation.whole(messages))
+        messages, client = [message.plain() for message in form.messages], _client(request)
+        known = None if form.seed is not None and form.seed >= 0 else client  # with a seed, a text is always read in one way
+        return await self._answer(request, form, ChatShape, "messages", lambda: self.conversation.whole(messages, client=known))
 
     async def complete(self, request: Request) -> Response:
         self._check_ready()
@@ -174,7 +175,10 @@ class Api:
             raise ApiError(400, f"{param}: {error}", param, "invalid_value")
         longest = min(form.longest or self._longest, made.max_tokens)
         stop = made.stop if form.stops is None else form.stops
-        reply = self._ask(made.tokens, self._settings(form), longest, stop, follow=made.follow, on_end=self.conversation.remember)
+        reply = self._ask(
+            made.tokens, self._settings(form), longest, stop, client=_client(request), follow=made.follow,
+            on_end=lambda reply: self.conversation.remember(reply, made),
+        )
         answer = shape(reply, self.engine)
         if form.stream:
             return _EventStream(reply, _events(reply, answer, form.wants_usage))
@@ -234,6 +238,11 @@ class Api:
             if int(token) >= n_vocab:
                 raise ApiError(400, f"logit_bias.{token}: the model's tokens are numbered 0 to {n_vocab - 1}", f"logit_bias.{token}", "invalid_value")
         return tuple((int(token), float(bias)) for token, bias in given.items())
+
+
+def _client(request: Request) -> tuple[str, str]:
+    """Who asks."""
+    return "address", request.client.host if request.client else ""
 
 
 def _grammar(wanted) -> str:

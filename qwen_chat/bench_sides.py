@@ -136,14 +136,14 @@ class EngineSide:
         return answer
 
     def stream(self, messages: list[dict], max_tokens: int, owner: object = None):
-        prompt, messages = self.conversation.prompt(messages, max_tokens), list(messages)
+        prompt, messages = self.conversation.prompt(messages, max_tokens, client=owner), list(messages)
         return self.engine.stream(
-            prompt.tokens, GREEDY, prompt.max_tokens, owner=owner, trimmed=prompt.trimmed,
-            follow=prompt.follow, on_end=lambda reply: self.conversation.after(reply, messages, owner, max_tokens),
+            prompt.tokens, GREEDY, prompt.max_tokens, owner=owner, client=owner, trimmed=prompt.trimmed,
+            follow=prompt.follow, on_end=lambda reply: self.conversation.after(reply, prompt, messages, owner, max_tokens),
         )
 
     def type_ahead(self, messages: list[dict], owner: object) -> None:
-        self.engine.warm(owner, self.conversation.prompt(messages).tokens)
+        self.engine.warm(owner, self.conversation.prompt(messages, client=owner).tokens, client=owner)
         self.settle()
 
     def settle(self) -> None:

@@ -2,13 +2,14 @@
 
 A message that does not fit is split at its paragraphs and sentences, the model summarises each part, and
 the answer is computed over the summaries. Each summary is a request of its own to the engine, so others
-are served in between. What was condensed is remembered, so that later turns find the same prompt again.
+are served in between. What was condensed is remembered, so that later turns find the same prompt again: for the one
+who asked and for that conversation, and it stands for a message only where that does not fit.
 
 The request usually stands around the text that was pasted. The first and the last paragraph (if that is long, line;
 if that is long, sentence) are kept word for word; where such a line is no request after all, it is a title or a
 closing sentence, and does no harm. A small model that summarises passes over the one fact that is asked for, so the
 sentences that have the most rare words in common with it stand word for word beside the summaries. The summaries
-themselves depend on the text alone: another question about it finds them ready.
+themselves do not depend on the question: another one about the same text, by the same person, finds them ready.
 
 With `history.overflow: condense`, rounds that leave the window are summarised too, into one short note, after an
 answer, while the person reads. Until the note is there, and where it cannot be had, they are simply gone.
@@ -20,12 +21,15 @@ import hashlib
 import logging
 import math
 import re
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
+from array import array
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from dataclasses import dataclass
-from threading import Lock
+from functools import partial
+from itertools import groupby
 
-from .conversation import NOTE, TooLong, flatten
+from .client_memory import ClientMemory
+from .conversation import NOTE, Prompt, TooLong, flatten, merged, places
 from .engine import Busy, EngineError, Reply
 from .sampling import Sampling
 
@@ -37,7 +41,9 @@ SUMMARY = 48, 160  # tokens of one summary, at least and at most
 QUOTES = 5, 160  # sentences, and tokens of all of them, that stand word for word
 LONGEST_REQUEST = 80  # tokens of the first and of the last lines that are kept as they are
 REMEMBERED = 1_000_000  # characters of summaries that are kept in memory
-BUSY_PAUSES = 1, 2, 4, 8  # seconds until it is tried again when the line is full
+NOTED = 50  # messages, the newest of those that have left, of which a note tells
+LONGEST_PIECE = 16  # characters that a token seldom exceeds
+BUSY_PAUSE = 1  # seconds until it is tried again when the line is full
 STEADY = Sampling(temperature=0, repeat_penalty=1.1)
 
 BOUNDARIES = [  # where a text may be split, the best first
@@ -92,12 +98,14 @@ class Size:
 
 @dataclass(frozen=True)
 class Condensed:
-    """What stands for a message: its text, its size `before` and `after` in tokens, and of how many `parts` it was made."""
+    """What stands for a message: its text, its size `before` and `after` in tokens, of how many `parts` it was made,
+    and the `budget` it was made for."""
 
     text: str
     before: int
     after: int
     parts: int
+    budget: tuple
 
 
 class Condenser:
@@ -107,11 +115,16 @@ class Condenser:
         self._engine = engine
         self._conversation = conversation
         self._config = config
-        self._messages = Memory(lambda condensed: len(condensed.text))
-        self._summaries = Memory(len)
-        self._notes = Memory(len)
+        self._messages = ClientMemory(lambda condensed: len(condensed.text), REMEMBERED)  # by the places of messages
+        self._summaries = ClientMemory(len, REMEMBERED)  # by digests of the prompts for them
+        self._notes = ClientMemory(len, REMEMBERED)  # by the places of the last messages they tell of
         self._noting: dict[object, Reply] = {}  # by owner; the decode thread's and the event loop's
         conversation.note_of = self.note_of
+
+    @property
+    def budget(self) -> tuple:
+        """What the room for a message depends on, and the words of its summary."""
+        return self._engine.n_ctx, self._config.generation.max_tokens, self._config.chat.system_prompt
 
     def under(self, config) -> "Condenser":
         """The same, with what it remembers, under other settings: for one tab that has its own."""
@@ -131,55 +144,67 @@ class Condenser:
             return Size(tokens, self._engine.n_ctx, limit, "condensed")
         return Size(tokens, self._engine.n_ctx, limit if self._config.chat.long_input == "refuse" else MOST_TOKENS, "refused")
 
-    def on(self, messages: list[dict], owner: object = None) -> "Condensing":
-        """The condensing of what in `messages`, the last of which is the person's, is too long.
+    def on(self, messages: list[dict], owner: object = None, client: Hashable = None) -> "Condensing":
+        """The condensing of what in `messages`, the last of which is the person's, is too long. `client` asks, in the
+        conversation `owner`.
 
         A note that is being written for `owner` is given up: nobody waits for it.
         """
         if noting := self._noting.pop(owner, None):
             noting.cancel()
-        return Condensing(self, flatten(messages))
+        return Condensing(self, messages, client)
 
-    def shown(self, messages: list[dict]) -> list[dict]:
-        """`messages` as the model reads them: what was condensed before stands there condensed."""
-        return [self._shown(message) for message in flatten(messages)]
+    def shown(self, messages: list[dict], client: Hashable = None) -> list[dict]:
+        """`messages` as the model reads them: what was condensed before stands there condensed, if it does not fit."""
+        return self.recall(flatten(messages), client)[0]
 
-    def remembered(self, message: dict) -> Condensed | None:
-        """What stands for a person's message that was condensed before."""
-        return self._messages.get(message["content"]) if message["role"] == "user" else None
+    def recall(self, messages: list[dict], client: Hashable) -> tuple[list[dict], Condensed | None]:
+        """`messages` with what was condensed before, and what stands for the newest that waits for an answer.
 
-    def _shown(self, message: dict) -> dict:
-        condensed = self.remembered(message)
-        return {**message, "content": condensed.text} if condensed else message
+        That is condensed anew for another budget. What was answered is not: it stays as it was read.
+        """
+        shown, newest, waiting = list(messages), None, set(_unanswered(messages))
+        if not self._messages.holds(client):
+            return shown, newest
+        known = [self._messages.get(client, place) for place in places(messages)]
+        for run in _runs(messages):
+            found = {at: known[at] for at in run if known[at]}
+            if run[-1] in waiting:
+                found = {at: condensed for at, condensed in found.items() if condensed.budget == self.budget}
+            if found and not self._fits(messages, run):
+                for at, condensed in found.items():
+                    shown[at] = {"role": "user", "content": condensed.text}
+                    newest = condensed if at in waiting else newest
+        return shown, newest
 
-    def may_be_too_long(self, messages: list[dict]) -> bool:
-        """Whether it is worth counting: as many tokens as bytes is the most a text can be."""
-        size = sum(len(messages[at]["content"].encode("utf-8", "replace")) for at in _unanswered(messages))
-        return size > self._conversation.longest() // 2
+    def keep(self, client: Hashable, messages: list[dict], condensed: Condensed) -> None:
+        """Has `condensed` stand for the last of `messages` from now on."""
+        *_, place = places(messages)
+        self._messages.put(client, place, condensed)
 
     def too_long(self, messages: list[dict]) -> int | None:
         """Which message is to be condensed so that `messages` fit: the longest of those not answered yet; None: they fit.
 
         Raises TooLong where nothing is to be condensed.
         """
-        sizes = {at: self._conversation.size(messages[at]["content"]) for at in _unanswered(messages)}
-        size, longest = sum(sizes.values()), self._conversation.longest()
-        if not sizes or (size < self._engine.n_ctx and self._fits(messages)):
+        waiting = _unanswered(messages)
+        if not waiting or self._fits(messages, waiting):
             return None
+        sizes = {at: self._conversation.size(messages[at]["content"]) for at in waiting}
         if self._config.chat.long_input == "refuse":
-            raise TooLong(max(size, longest + 1), longest)
+            longest = self._conversation.longest()
+            raise TooLong(max(sum(sizes.values()), longest + 1), longest)
         return max(sizes, key=sizes.get)
 
-    def _fits(self, messages: list[dict]) -> bool:
-        try:
-            return bool(self._conversation.prompt(messages))
-        except TooLong:
-            return False
+    def _fits(self, messages: list[dict], run: list[int]) -> bool:
+        """Whether these messages of a person, which make one turn, fit. A text has no more tokens than bytes."""
+        text = merged(messages[at]["content"] for at in run)
+        return len(text.encode("utf-8", "replace")) < self._conversation.longest() or self._conversation.fits(text)
 
-    async def condense(self, text: str) -> AsyncIterator[Progress | Condensed]:
+    async def condense(self, text: str, client: Hashable = None) -> AsyncIterator[Progress | Condensed]:
         """Condenses a message: what is about to be done, and at last what stands for it.
 
-        Raises TooLong for more than `MOST_TOKENS`, Busy when the line stays full, EngineError.
+        Raises TooLong for more than `MOST_TOKENS`, EngineError. Waits where the line is full.
         """
         plan = await asyncio.to_thread(Plan, self._conversation, self._config.generation.max_tokens, text)
         body, done, owner = plan.body, 0, object()
@@ -189,105 +214,102 @@ class Condenser:
             summaries = []
             for number, part in enumerate(parts, 1):
                 yield Progress(number, len(parts))
-                summaries.append(await self._summary(plan, part, limit, owner))
+                summaries.append(await self._summary(plan, part, limit, owner, client))
             body, done = "\n\n".join(filter(None, summaries)), done + len(parts)
             if len(parts) == 1 or await asyncio.to_thread(self._conversation.count, body) <= plan.most:
                 break
         whole = plan.whole(body)
-        condensed = Condensed(whole, plan.before, await asyncio.to_thread(self._conversation.count, whole), done)
-        self._messages.put(text, condensed)
-        yield condensed
+        yield Condensed(whole, plan.before, await asyncio.to_thread(self._conversation.count, whole), done, self.budget)
 
-    async def _summary(self, plan: "Plan", part: str, limit: int, owner: object) -> str:
+    async def _summary(self, plan: "Plan", part: str, limit: int, owner: object, client: Hashable) -> str:
         """The model's summary of one part in at most `limit` tokens; a part as short as that stays as it is."""
         if await asyncio.to_thread(self._conversation.count, part) <= limit:
             return part.strip()
-        asked = plan.ask(part, limit)
-        known = self._summaries.get(asked)
+        asked = [{"role": "user", "content": plan.ask(part, limit)}]
+        prompt = await asyncio.to_thread(self._conversation.whole, asked, False)
+        limit = min(limit, prompt.max_tokens)
+        key = limit, _digest(prompt.tokens)
+        known = self._summaries.get(client, key)
         if known is None:
-            prompt = await asyncio.to_thread(self._conversation.whole, [{"role": "user", "content": asked}], False)
-            known = await self._answer(prompt.tokens, min(limit, prompt.max_tokens), owner)
-            self._summaries.put(asked, known)
+            known = await self._answer(prompt.tokens, limit, owner, client)
+            self._summaries.put(client, key, known)
         return known
 
-    async def _answer(self, tokens: list[int], limit: int, owner: object) -> str:
-        reply = await self._stream(tokens, limit, owner)
+    async def _answer(self, tokens: list[int], limit: int, owner: object, client: Hashable) -> str:
+        ask = partial(self._engine.stream, tokens, STEADY, limit, owner=owner, client=client, keep=False, told=False)
+        reply = await patiently(ask)
         try:
             text = "".join([text async for text in reply]).strip()
             return _without_a_torn_end(text) if reply.stats.finish_reason == "length" else text
         finally:
             reply.cancel()  # Stop, or nothing left to cancel
 
-    async def _stream(self, tokens: list[int], limit: int, owner: object):
-        """Asks the engine; where the line is full, again a little later. Raises Busy when it stays full."""
-        for pause in (*BUSY_PAUSES, None):
-            try:
-                return self._engine.stream(tokens, STEADY, limit, owner=owner, keep=False, told=pause is None)
-            except Busy:
-                if pause is None:
-                    raise
-                await asyncio.sleep(pause)
-
     # Notes of earlier turns
 
-    def note_of(self, gone: list[dict]) -> str:
-        """The note of these messages; "" where there is none, or not yet."""
-        return self._notes.get(_key(gone)) or ""
+    def note_of(self, client: Hashable, place: bytes) -> str:
+        """The note of what was said up to `place`; "" where there is none, or not yet."""
+        return self._notes.get(client, place) or ""
 
-    def after(self, reply, messages: list[dict], owner: object, max_tokens: int | None = None, begun: str = "") -> None:
+    def after(self, reply, prompt: Prompt, messages: list[dict], owner: object, max_tokens: int | None = None) -> None:
         """Prepares the next turn, as Conversation.after, and has a note written of the turns it will have dropped."""
-        ahead = self._conversation.after(reply, messages, owner, max_tokens, begun)
+        ahead = self._conversation.after(reply, prompt, messages, owner, max_tokens)
         if not (ahead and ahead.gone and self._conversation.takes_notes) or ahead.note or self._engine.waiting:
             return
-        words = CHINESE_WORDS if _is_chinese("".join(message["content"] for message in ahead.gone)) else ENGLISH_WORDS
+        client, place = ahead.client, ahead.gone[-1]["place"]
+        chinese = _is_chinese("".join(message["content"] for message in ahead.gone[-NOTED:]))
+        words = CHINESE_WORDS if chinese else ENGLISH_WORDS
 
         def written(note: Reply) -> None:
             if self._noting.get(owner) is note:
                 del self._noting[owner]
             text = note.text.strip()
             if text and note.stats.finish_reason in ("stop", "length"):
-                self._notes.put(_key(ahead.gone), words["note"].format(text=_without_a_torn_end(text)))
-                self._conversation.after(reply, messages, owner, max_tokens, begun)
+                self._notes.put(client, place, words["note"].format(text=_without_a_torn_end(text)))
+                self._conversation.after(reply, prompt, messages, owner, max_tokens)
 
         try:
-            tokens = self._recall(ahead.gone, words)
-            self._noting[owner] = self._engine.stream(tokens, STEADY, NOTE - 16, owner=object(), on_end=written, keep=False, told=False)
+            tokens = self._told(ahead.gone, words, client)
+            self._noting[owner] = self._engine.stream(
+                tokens, STEADY, NOTE - 16, owner=object(), client=client, on_end=written, keep=False, told=False
+            )
         except (EngineError, TooLong):
             log.debug("no note was written")
 
-    def _recall(self, gone: list[dict], words: dict) -> list[int]:
+    def _told(self, gone: list[dict], words: dict, client: Hashable) -> list[int]:
         """The prompt for a note of `gone`: of the note before it, and of what has left the window since."""
-        known = max((at for at in range(len(gone)) if self._notes.get(_key(gone[:at]))), default=0)
-        told = [self.note_of(gone[:known])] if known else []
-        told += [words[message["role"]].format(text=message["content"]) for message in gone[known:]]
+        ends = range(len(gone) - 1, 0, -1)
+        known = next((at for at in ends if self._notes.get(client, gone[at - 1]["place"])), 0)
+        told = [self.note_of(client, gone[known - 1]["place"])] if known else []
+        told += [words[message["role"]].format(text=message["content"]) for message in gone[known:][-NOTED:]]
         asked = words["recall"].format(text="{text}", words=60)
-        room = self._conversation.whole([{"role": "user", "content": asked}], False).max_tokens - NOTE
-        newest = split("\n".join(told), max(16, room), self._conversation.count)[-1]
+        room = max(16, self._conversation.whole([{"role": "user", "content": asked}], False).max_tokens - NOTE)
+        newest = split("\n".join(told)[-LONGEST_PIECE * room :], room, self._conversation.count)[-1]
         return self._conversation.whole([{"role": "user", "content": asked.replace("{text}", newest)}], False).tokens
 
 
 class Condensing:
     """One conversation on its way into the window. `messages` are what the model is to read, once `parts` has ended;
-    `result` is what stands for the newest condensed message that waits for an answer, `None` where none was condensed."""
+    `result` is what stands for the newest condensed message that waits for an answer, `None` where none was condensed.
+    Whether the person has `waited` for it."""
 
-    def __init__(self, condenser: Condenser, messages: list[dict]):
+    def __init__(self, condenser: Condenser, messages: list[dict], client: Hashable):
         self._condenser = condenser
-        self._given = messages
-        self.messages = condenser.shown(messages)
-        known = [condenser.remembered(messages[at]) for at in _unanswered(messages)]
-        self.result: Condensed | None = next(filter(None, reversed(known)), None)
+        self._client = client
+        self._given = self.messages = messages
+        self.result: Condensed | None = None
+        self.waited = False
 
     async def parts(self) -> AsyncIterator[Progress]:
         """Condenses what must be, and tells before each part which one it is. Nothing where all fits.
 
         Raises what Condenser.condense raises, and TooLong where the settings say that nothing is condensed.
         """
-        if not self._condenser.may_be_too_long(self.messages):
-            return
+        await asyncio.to_thread(self._read)
         tried = set()
         while (at := await asyncio.to_thread(self._condenser.too_long, self.messages)) is not None and at not in tried:
             tried.add(at)
-            steps = self._condenser.condense(self._given[at]["content"])
+            self.waited = True
+            steps = self._condenser.condense(self._given[at]["content"], self._client)
             try:
                 async for step in steps:
                     if isinstance(step, Progress):
@@ -296,7 +318,12 @@ class Condensing:
                         self.result = step
             finally:
                 await steps.aclose()
+            self._condenser.keep(self._client, self._given[: at + 1], self.result)
             self.messages[at] = {"role": "user", "content": self.result.text}
+
+    def _read(self) -> None:
+        self._given = flatten(self._given)
+        self.messages, self.result = self._condenser.recall(self._given, self._client)
 
 
 class Plan:
@@ -340,32 +367,14 @@ class Plan:
         return "\n\n".join(filter(None, parts))
 
 
-class Memory:
-    """Results by the text they were made from, of which only a digest is held; those used longest ago go first."""
-
-    def __init__(self, size: Callable[[object], int], most: int = REMEMBERED):
-        self._size = size
-        self._most = most
-        self._held: OrderedDict[bytes, object] = OrderedDict()
-        self._total = 0
-        self._lock = Lock()
-
-    def get(self, text: str):
-        """What was kept for `text`, or None."""
-        key = _digest(text)
-        with self._lock:
-            if key in self._held:
-                self._held.move_to_end(key)
-            return self._held.get(key)
-
-    def put(self, text: str, value) -> None:
-        key = _digest(text)
-        with self._lock:
-            before = self._held.pop(key, None)
-            self._total += self._size(value) - (self._size(before) if before is not None else 0)
-            self._held[key] = value
-            while self._total > self._most:
-                self._total -= self._size(self._held.popitem(last=False)[1])
+async def patiently(ask: Callable[[], Reply]) -> Reply:
+    """What `ask` asks of the engine; where the line is full, again and again. For the one whose message is being
+    condensed, who has waited already and may stop it at any time."""
+    while True:
+        try:
+            return ask()
+        except Busy:
+            await asyncio.sleep(BUSY_PAUSE)
 
 
 def split(text: str, most: int, count: Callable[[str], int]) -> list[str]:
@@ -494,8 +503,12 @@ def _unanswered(messages: list[dict]) -> list[int]:
     return [place for place in range(at, len(messages)) if messages[place]["role"] == "user"]
 
 
-def _key(messages: list[dict]) -> str:
-    return "".join(f"{message['role']}\0{message['content']}\0" for message in messages)
+def _runs(messages: list[dict]) -> Iterator[list[int]]:
+    """Where the person's messages stand that make one turn: those in a row, with no answer between them."""
+    said = [at for at, message in enumerate(messages) if message["role"] == "user" or message["content"]]
+    for role, run in groupby(said, key=lambda at: messages[at]["role"]):
+        if role == "user":
+            yield list(run)
 
 
 def _is_chinese(text: str) -> bool:
@@ -503,8 +516,8 @@ def _is_chinese(text: str) -> bool:
     return len(CHINESE.findall(sample)) > len(sample.split()) / 2
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+def _digest(tokens: list[int]) -> bytes:
+    return hashlib.sha256(array("i", tokens)).digest()
 
 
 def _length_in_browser(text: str) -> int:

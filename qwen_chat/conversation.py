@@ -1,24 +1,26 @@
-"""From a conversation to the token ids of a prompt: the chat template, and what fits into the window.
+"""From a conversation to the token ids of a prompt: what fits into the window, and what an answer is read as later.
 
-What people type is tokenized apart from the template, so control tokens in it are plain text: nobody
-can end a turn or plant a system message by typing one.
+An answer's text can be split into tokens in several ways. The model's own are kept, so that the next turn finds them
+in the cache, for that turn alone: an answer is known by who asked and by all that was said up to and with it. To
+everybody else, and in any other place, a text is what the tokenizer makes of it.
 """
 
-import re
-from collections import OrderedDict
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from threading import Lock
+from hashlib import blake2b
+from itertools import accumulate, chain, groupby, islice
+from operator import itemgetter
 
-from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+from .client_memory import ClientMemory
+from .template import ChatTemplate, joined
 
 QUESTION = 48  # tokens kept free for the next question when turns are dropped
 NOTE = 96  # tokens that the note of earlier turns may have
 SMALLEST_ANSWER = 64  # tokens that a long message must leave for its answer
-REMEMBERED = 100_000  # tokens of texts that are kept at hand
-LARGEST_KEPT = REMEMBERED // 4  # tokens; a longer text would push out those of all conversations
+REMEMBERED = 100_000  # tokens of answers that are kept for those who got them
+PLACE_BYTES = 16
 SAMPLE = 8_000  # characters of a very long text that are counted to estimate it, at three places
-MARK = re.compile("\ue000(\\d+)\ue001")  # where a message's text goes; private-use characters
 
 
 class TooLong(Exception):
@@ -33,7 +35,9 @@ class TooLong(Exception):
 class Prompt:
     """What the engine is asked: the prompt, and how long the answer may be (tokens).
 
-    `dropped` turns, the oldest, are no longer in view; of those `note` tells, if there is one. `follow` is what surely comes after the answer.
+    `dropped` turns, the oldest, are no longer in view; of those `note` tells, if there is one. `follow` is what surely
+    comes after the answer. `client` asks, `place` is where in the conversation the answer stands, of which there is
+    what has `begun`.
     """
 
     tokens: list[int]
@@ -42,101 +46,38 @@ class Prompt:
     follow: list[int] = field(default_factory=list)
     stop: list[str] = field(default_factory=list)
     note: str = ""
-    gone: list[dict] = field(default_factory=list, repr=False)  # the messages of the dropped turns
+    gone: list[dict] = field(default_factory=list, repr=False)  # the messages of the dropped turns, with their places
+    client: Hashable = None
+    place: bytes = b""
+    begun: str = ""
 
     @property
     def trimmed(self) -> bool:
         return self.dropped > 0
 
 
-class ChatTemplate:
-    """A GGUF's own chat template, rendered to token ids. `model` gives the template and the tokenizer."""
-
-    def __init__(self, model):
-        self._model = model
-        text = model.chat_template
-        bos, eos = model.special_text("bos"), model.special_text("eos")
-        self._formatters = {
-            answering: Jinja2ChatFormatter(text, eos_token=eos, bos_token=bos, add_generation_prompt=answering)
-            for answering in (True, False)
-        }
-        self._bos = model.tokenize(bos, special=True) if model.adds_bos and bos else []
-        self._known: OrderedDict[tuple[str, bool], list[int]] = OrderedDict()  # the one used longest ago first
-        self._held = 0  # tokens in it
-        self._lock = Lock()
-
-    def render(self, messages: list[dict], answering: bool = True, keep: bool = True) -> list[list[int]]:
-        """Token ids in pieces: one for each message, with the template's text before it, and one for the end.
-
-        `answering` adds the start of the assistant's turn; without `keep` the texts are not kept at hand,
-        for they will not come again. Raises ValueError where the template
-        refuses the conversation.
-        """
-        marked = [{"role": message["role"], "content": f"\ue000{number}\ue001"} for number, message in enumerate(messages)]
-        try:
-            text = self._formatters[answering](messages=marked).prompt
-        except Exception as error:
-            raise ValueError(f"the model's chat template refuses this conversation: {error}") from None
-        parts = MARK.split(text)
-        pieces = [self.tokens(parts[0], special=True)]
-        if self._bos and pieces[0][: len(self._bos)] != self._bos:
-            pieces[0] = self._bos + pieces[0]
-        for number, after in zip(parts[1::2], parts[2::2]):
-            text = messages[int(number)]["content"]
-            pieces[-1] = pieces[-1] + (self.tokens(text) if keep else self._model.tokenize(text))
-            pieces.append(self.tokens(after, special=True))
-        return pieces
-
-    def text(self, text: str) -> list[int]:
-        """Token ids of `text` within a message: those the model chose, where it is an answer of its own."""
-        return self.tokens(text) if text else []
-
-    def plain(self, text: str) -> list[int]:
-        """Token ids of `text` alone, which begin as the model wants every text to begin."""
-        return self._bos + self._model.tokenize(text)
-
-    def remember(self, text: str, tokens: list[int]) -> None:
-        """Has `text`, when it is in a later prompt, stand for exactly the tokens the model chose for it."""
-        self._keep((text, False), list(tokens))
-
-    def tokens(self, text: str, special: bool = False) -> list[int]:
-        """Token ids of `text` as it is in a message; `special` reads control tokens as such."""
-        key = (text, special)
-        try:
-            self._known.move_to_end(key)
-            return self._known[key]
-        except KeyError:  # not known, or just dropped by another thread
-            return self._keep(key, self._model.tokenize(text, special))
-
-    def _keep(self, key: tuple[str, bool], tokens: list[int]) -> list[int]:
-        if len(tokens) > LARGEST_KEPT:
-            return tokens
-        with self._lock:
-            self._held += len(tokens) - len(self._known.pop(key, ()))
-            self._known[key] = tokens
-            while self._held > REMEMBERED:
-                self._held -= len(self._known.popitem(last=False)[1])
-        return tokens
-
-
 class Conversation:
     """Makes prompts for an engine by the settings of config.yaml. Usable once the engine has its model.
 
-    `note_of(messages)` is asked for a note of turns that are dropped, with `history.overflow: condense`.
+    `client` always is who asks, any hashable value: nobody else's prompts depend on what was answered there. For None
+    nothing is kept. `note_of(client, place)` is asked for a note of the turns up to a place, which are dropped, with
+    `history.overflow: condense`.
     """
 
     def __init__(self, engine, config):
         self._engine = engine
         self._config = config
-        self.note_of: Callable[[list[dict]], str] = lambda messages: ""
+        self.note_of: Callable[[Hashable, bytes], str] = lambda client, place: ""
         self._made: ChatTemplate | None = None
+        self._answers = ClientMemory(len, REMEMBERED)  # the model's own tokens, by the places of answers
 
     def under(self, config) -> "Conversation":
         """The same with other settings: for one tab that has its own. Needs the model."""
         if config is self._config:
             return self
-        other = Conversation(self._engine, config)
-        other._made, other.note_of = self.template, self.note_of
+        self._made = self.template
+        other = copy.copy(self)
+        other._config = config
         return other
 
     @property
@@ -146,11 +87,13 @@ class Conversation:
         return self._made
 
     def opening(self) -> list[int]:
-        """The tokens that every conversation begins with: the system prompt, up to the first message."""
-        messages = [*self._system(), {"role": "user", "content": ""}]
-        return sum(self.template.render(messages, answering=False)[: len(messages)], [])
+        """The tokens that a conversation begins with: the system prompt, up to the first message."""
+        system = self._system()
+        pieces = self.template.render([*system, {"role": "user", "content": ""}], answering=False)
+        at = next(number for number, piece in enumerate(pieces) if piece.message in (len(system), None))
+        return joined(pieces[:at]) + pieces[at].before
 
-    def prompt(self, messages: list[dict], max_tokens: int | None = None, begun: str = "") -> Prompt:
+    def prompt(self, messages: list[dict], max_tokens: int | None = None, begun: str = "", client: Hashable = None) -> Prompt:
         """The prompt for the answer to `messages`, the last of which is the user's; for the rest of it, where
         there is a `begun` answer.
 
@@ -158,27 +101,27 @@ class Conversation:
         message never are. Raises TooLong when they alone are too much.
         """
         wanted = max_tokens or self._config.generation.max_tokens
-        n_ctx = self._engine.n_ctx
         given = flatten(messages)
         system = [message for message in given if message["role"] == "system"] or self._system()
-        turns = _turns([message for message in given if message["role"] != "system"])
-        costs, base = self._costs(system, turns)
-        already = self.template.text(begun)
-        base += len(already)
-        most = self._config.chat.history.max_turns
-        start = max(0, len(turns) - most) if most else 0
-        start = self._first_that_fits(costs, start, n_ctx - wanted - base - (NOTE if self.takes_notes else 0))
-        room = min(wanted, n_ctx - base - sum(costs[start:]))
-        if room < min(wanted, SMALLEST_ANSWER):
-            raise TooLong(costs[-1], n_ctx - base - min(wanted, SMALLEST_ANSWER))
-        gone, kept = sum(turns[:start], []), sum(turns[start:], [])
-        note = self.note_of(gone) if gone and self.takes_notes else ""
-        tokens, view = self._with_note(system, note, kept)
-        if note and n_ctx - len(tokens) - len(already) < min(wanted, SMALLEST_ANSWER):
-            note = ""
+        turns = _turns([message for message in given if message["role"] != "system"]) or [[]]
+        place = self._place(system, turns, client)
+        already = self._begun(begun, client, place)
+        window = self._engine.n_ctx - len(already)
+        start = self._start(system, turns, wanted, window)
+        while True:
+            gone, kept = _flat(turns[:start]), _flat(turns[start:])
+            note = self.note_of(client, gone[-1]["place"]) if gone and self.takes_notes else ""
             tokens, view = self._with_note(system, note, kept)
-        tokens += already
-        return Prompt(tokens, min(wanted, n_ctx - len(tokens)), start, self._follow(view), list(self._config.generation.stop), note, gone)
+            if note and window - len(tokens) < min(wanted, SMALLEST_ANSWER):
+                note = ""
+                tokens, view = self._with_note(system, note, kept)
+            if window - len(tokens) >= wanted or start >= len(turns) - 1:
+                break
+            start += 1  # the template has more around what is left than it had in the whole
+        return Prompt(
+            tokens + already, min(wanted, window - len(tokens)), start, self._follow(view, tokens),
+            list(self._config.generation.stop), note, gone, client, place, begun,
+        )
 
     @property
     def takes_notes(self) -> bool:
@@ -192,9 +135,9 @@ class Conversation:
         if note:
             kept = [{**kept[0], "content": f"{note}\n\n{kept[0]['content']}"}, *kept[1:]]
         view = [*system, *kept]
-        return sum(self.template.render(view), []), view
+        return joined(self.template.render(view)), view
 
-    def whole(self, messages: list[dict], keep: bool = True) -> Prompt:
+    def whole(self, messages: list[dict], keep: bool = True, client: Hashable = None) -> Prompt:
         """The prompt for the answer to all of `messages` as they are, with all the room that is left.
 
         Without `keep` their tokens are not kept at hand. Raises TooLong where they leave none.
@@ -202,7 +145,9 @@ class Conversation:
         view = flatten(messages)
         if not any(message["role"] == "system" for message in view):
             view = [*self._system(), *view]
-        return self._with_room(sum(self.template.render(view, keep=keep), []), self._follow(view) if keep else [])
+        place = self._place([], [view], client)
+        tokens = joined(self.template.render(view, keep=keep))
+        return self._with_room(tokens, self._follow(view, tokens) if keep else [], client, place)
 
     def plain(self, text: str) -> Prompt:
         """The prompt for the continuation of `text`, with no template around it."""
@@ -219,57 +164,129 @@ class Conversation:
         starts = (0, (len(text) - SAMPLE) // 2, len(text) - SAMPLE)
         return sum(self.count(text[start : start + SAMPLE]) for start in starts) * len(text) // (3 * SAMPLE)
 
+    def fits(self, text: str) -> bool:
+        """Whether a message of this text fits the window with its answer. Only what is far too long is estimated."""
+        longest = self.longest()
+        return self.size(text) <= 2 * longest and self.count(text) <= longest
+
     def longest(self) -> int:
         """How many tokens a message may have, so that it fits the window with its answer."""
-        costs, base = self._costs(self._system(), [[{"role": "user", "content": ""}]])
-        return self._engine.n_ctx - base - costs[0] - min(self._config.generation.max_tokens, SMALLEST_ANSWER)
+        around = len(joined(self.template.render([*self._system(), {"role": "user", "content": ""}])))
+        return self._engine.n_ctx - around - min(self._config.generation.max_tokens, SMALLEST_ANSWER)
 
-    def _with_room(self, tokens: list[int], follow: list[int]) -> Prompt:
+    def _with_room(self, tokens: list[int], follow: list[int], client: Hashable = None, place: bytes = b"") -> Prompt:
         room = self._engine.n_ctx - len(tokens)
         if room < 1:
             raise TooLong(len(tokens), self._engine.n_ctx - 1)
-        return Prompt(tokens, room, 0, follow, list(self._config.generation.stop))
+        return Prompt(tokens, room, 0, follow, list(self._config.generation.stop), client=client, place=place)
 
-    def remember(self, reply, begun: str = "") -> None:
-        """Keeps an answer's own tokens, so that the next turn's prompt has them unchanged."""
-        if reply.tokens and reply.text:
-            self.template.remember(begun + reply.text, self.template.text(begun) + reply.tokens)
+    def remember(self, reply, prompt: Prompt) -> None:
+        """Keeps the model's own tokens of the answer to `prompt`, so that the next turn's prompt has them unchanged.
 
-    def after(self, reply, messages: list[dict], owner: object, max_tokens: int | None = None, begun: str = "") -> Prompt | None:
-        """Prepares the next turn of a conversation that has just been answered: if that will have to drop turns,
-        they are dropped now, while the answer is read. Returns the prompt of that turn, its question empty."""
-        self.remember(reply, begun)
+        Only those count whose pieces joined are what the person got: neither half a character nor the token of a
+        stop string.
+        """
+        if not (prompt.place and reply.text):
+            return
+        text = prompt.begun + reply.text
+        tokens = self.template.exactly(self._begun(prompt.begun, prompt.client, prompt.place) + reply.tokens, text)
+        if tokens:
+            self._answers.put(prompt.client, _after(prompt.place, {"role": "assistant", "content": text}), tokens)
+
+    def after(self, reply, prompt: Prompt, messages: list[dict], owner: object, max_tokens: int | None = None) -> Prompt | None:
+        """Prepares the next turn of a conversation whose `prompt` has just been answered: if that will have to drop
+        turns, they are dropped now, while the answer is read. Returns the prompt of that turn, its question empty."""
+        self.remember(reply, prompt)
         if not reply.text:
             return None
-        answered = [*messages, {"role": "assistant", "content": begun + reply.text}, {"role": "user", "content": ""}]
-        ahead = self.prompt(answered, max_tokens)
-        if ahead.note or ahead.dropped > self.prompt(messages, max_tokens).dropped:
-            end = len(self.template.render([{"role": "user", "content": ""}])[-1])
-            self._engine.warm(owner, ahead.tokens[: len(ahead.tokens) - end], trimmed=True)
+        question = {"role": "user", "content": ""}
+        answered = [*messages, {"role": "assistant", "content": prompt.begun + reply.text}, question]
+        ahead = self.prompt(answered, max_tokens, client=prompt.client)
+        if ahead.note or ahead.dropped > prompt.dropped:
+            end = len(self.template.render([question])[-1].before)
+            self._engine.warm(owner, ahead.tokens[: len(ahead.tokens) - end], trimmed=True, client=prompt.client)
         return ahead
 
     def _system(self) -> list[dict]:
         text = self._config.chat.system_prompt
         return [{"role": "system", "content": text}] if text else []
 
+    def _place(self, system: list[dict], turns: list[list[dict]], client: Hashable) -> bytes:
+        """The place after all that was said. Each message gets its own, and each answer the model's own tokens, where
+        they are known."""
+        place = b""
+        for place, message in zip(places(chain(system, *turns)), chain(system, *turns)):
+            message["place"] = place
+            if message["role"] == "assistant":
+                message["tokens"] = self._own(client, place)
+        return place
+
+    def _own(self, client: Hashable, place: bytes) -> list[int] | None:
+        """The model's own tokens of the answer at `place`. Not with a seed: the same messages then make the same prompt,
+        and the history is computed anew all the same."""
+        return self._answers.get(client, place) if self._config.runtime.seed < 0 else None
+
+    def _begun(self, begun: str, client: Hashable, place: bytes) -> list[int]:
+        """Token ids of what there is of the answer at `place`."""
+        if not begun:
+            return []
+        own = self._own(client, _after(place, {"role": "assistant", "content": begun}))
+        return own or self.template.tokens(begun)
+
+    def _start(self, system: list[dict], turns: list[list[dict]], wanted: int, window: int) -> int:
+        """The first turn to keep for an answer of `wanted` tokens in what is free of the window. Raises TooLong."""
+        most = self._config.chat.history.max_turns
+        passed = max(len(turns) - most if most else 0, self._out_of_reach(turns))
+        costs, base = self._costs(system, turns[passed:])
+        least = min(wanted, SMALLEST_ANSWER)
+        if base + costs[-1] + least > window:
+            raise TooLong(costs[-1], window - base - least)
+        return passed + self._first_that_fits(costs, window - wanted - base - (NOTE if self.takes_notes else 0))
+
+    def _out_of_reach(self, turns: list[list[dict]]) -> int:
+        """How many of the oldest turns cannot be in view, so that a long chat costs no more than a short one.
+
+        Two windows full are left, for a template may strip texts. Where turns are dropped by halves, they are left in
+        whole blocks, each of which fills a window whatever it says: from turn to turn the same halves are found.
+        """
+        if not self._one_by_one:
+            block = self._engine.n_ctx // self.template.least_round + 1
+            return max(0, len(turns) // block - 1) * block
+        left = 2 * self._engine.n_ctx
+        for number in range(len(turns) - 1, -1, -1):
+            texts = (message.get("tokens") or self.template.tokens(message["content"]) for message in turns[number])
+            left -= self.template.least_round + sum(map(len, texts))
+            if left < 0:
+                return number
+        return 0
+
     def _costs(self, system: list[dict], turns: list[list[dict]]) -> tuple[list[int], int]:
         """Tokens of each turn, and of all that stays whatever is dropped."""
-        flat = [*system, *(message for turn in turns for message in turn)]
-        sizes = [len(piece) for piece in self.template.render(flat)]
-        base, at, costs = sum(sizes[: len(system)]) + sum(sizes[len(flat) :]), len(system), []
-        for turn in turns:
-            costs.append(sum(sizes[at : at + len(turn)]))
-            at += len(turn)
+        sizes, end = self.template.sizes([*system, *_flat(turns)])
+        starts = accumulate(map(len, turns), initial=len(system))
+        costs = [sum(sizes[start : start + len(turn)]) for start, turn in zip(starts, turns)]
+        alone = joined(self.template.render([*system, *turns[-1]]))
+        base = len(alone) - costs[-1]
+        if len(turns) > 1:  # what the template has before any first message stays as well
+            costs[0] = max(0, costs[0] + sum(sizes[: len(system)]) + end - base)
         return costs, base
 
-    def _first_that_fits(self, costs: list[int], start: int, room: int) -> int:
-        """The first turn to keep. Where every drop means computing all anew, for the model cannot shift its
-        cache or there is another note, half the room is freed at once, and the same again only when that is used up."""
+    @property
+    def _one_by_one(self) -> bool:
+        """Whether turns are dropped one by one. Not where every drop means computing all anew, for the model cannot
+        shift its cache or there is another note: then half the room is freed at once."""
+        return self._engine.can_shift and not self.takes_notes
+
+    def _first_that_fits(self, costs: list[int], room: int) -> int:
+        """The first turn to keep. Where half the room is freed at once, the same is done again only when that is used
+        up."""
+        ends = list(accumulate(costs, initial=0))
+        start = 0
 
         def size(end: int) -> int:
-            return sum(costs[start : end - 1]) + max(costs[end - 1], QUESTION)
+            return ends[end - 1] - ends[start] + max(costs[end - 1], QUESTION)
 
-        if self._engine.can_shift and not self.takes_notes:
+        if self._one_by_one:
             while start < len(costs) - 1 and size(len(costs)) > room:
                 start += 1
             return start
@@ -279,18 +296,38 @@ class Conversation:
                     start += 1
         return start
 
-    def _follow(self, view: list[dict]) -> list[int]:
-        """The template's text between an answer and the next message."""
+    def _follow(self, view: list[dict], tokens: list[int]) -> list[int]:
+        """The template's text between the answer to the prompt `tokens` and the next message; nothing where that prompt
+        is not what the next one begins with."""
         longer = [*view, {"role": "assistant", "content": ""}, {"role": "user", "content": ""}]
         try:
-            return self.template.render(longer, answering=False)[len(view) + 1]
-        except (ValueError, IndexError):
+            pieces = self.template.render(longer, answering=False)
+        except ValueError:
             return []
+        at = next((number for number, piece in enumerate(pieces) if piece.message == len(view)), None)
+        if at is None or pieces[at + 1].message != len(view) + 1 or joined(pieces[:at]) + pieces[at].before != tokens:
+            return []
+        return pieces[at + 1].before
 
 
 def flatten(messages: list[dict]) -> list[dict]:
     """Messages as {role, content} with plain text: Gradio's lists of parts are joined, other parts left out."""
     return [{"role": message["role"], "content": _text(message.get("content"))} for message in messages]
+
+
+def places(messages: Iterable[dict]) -> Iterator[bytes]:
+    """The place of each message: a digest of all that was said up to and with it."""
+    return islice(accumulate(messages, _after, initial=b""), 1, None)
+
+
+def merged(texts: Iterable[str]) -> str:
+    """What stands for several messages of one person in a row."""
+    return "\n\n".join(texts)
+
+
+def _after(place: bytes, message: dict) -> bytes:
+    said = f"{message['role']}\0{message['content']}".encode("utf-8", "surrogatepass")
+    return blake2b(place + said, digest_size=PLACE_BYTES).digest()
 
 
 def _text(content) -> str:
@@ -306,18 +343,16 @@ def _text(content) -> str:
 def _turns(messages: list[dict]) -> list[list[dict]]:
     """Turns that each begin with a user's message. Messages of one role in a row are merged; what stands
     before the first user's message, and answers with no text, are left out."""
-    merged: list[dict] = []
-    for message in messages:
-        if message["role"] == "assistant" and not message["content"]:
-            continue
-        if merged and merged[-1]["role"] == message["role"]:
-            merged[-1] = {**message, "content": f"{merged[-1]['content']}\n\n{message['content']}"}
-        else:
-            merged.append(message)
+    said = (message for message in messages if message["content"] or message["role"] != "assistant")
     turns: list[list[dict]] = []
-    for message in merged:
-        if message["role"] == "user":
+    for role, group in groupby(said, key=itemgetter("role")):
+        message = {"role": role, "content": merged(each["content"] for each in group)}
+        if role == "user":
             turns.append([message])
         elif turns:
             turns[-1].append(message)
     return turns
+
+
+def _flat(turns: list[list[dict]]) -> list[dict]:
+    return list(chain.from_iterable(turns))

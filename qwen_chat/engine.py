@@ -336,10 +336,10 @@ class Engine:
             self._news.notify()
         return reply
 
-    def warm(self, owner: object, tokens: Iterable[int], trimmed: bool = False) -> None:
-        """Computes a prompt that `owner`, whose page is open, will probably send, when nothing else is to do; the
-        latest one counts."""
-        ahead = _Ahead(token_array(tokens), owner, owner, trimmed)
+    def warm(self, owner: object, tokens: Iterable[int], trimmed: bool = False, client: object = None) -> None:
+        """Computes a prompt that `client`, whose page is open, will probably send in the conversation `owner`, when
+        nothing else is to do; the latest one counts."""
+        ahead = _Ahead(token_array(tokens), owner, client, trimmed)
         with self._news:
             self._warm.pop(owner, None)
             self._put_ahead(owner, ahead)

@@ -16,11 +16,11 @@ import numpy as np
 
 from . import child, interrupt, offline, samples, weights
 from .config import Model, load_or_exit
-from .conversation import ChatTemplate
 from .hardware import usable_cores
 from .llama_log import GGML_LOG_LEVEL_ERROR
 from .model import ModelError
 from .offline import FLOATS, FTYPES, Activations, Scorer, tensor_types
+from .template import ChatTemplate, joined
 
 # What the official Q4_K_M file is made from, and the best there is to start from.
 OFFICIAL = "Qwen/Qwen2.5-0.5B-Instruct-GGUF:qwen2.5-0.5b-instruct-fp16.gguf"
@@ -178,7 +178,7 @@ def answer(file: Path, config) -> str:
     model = Scorer(file, config.runtime)
     try:
         messages = [{"role": "system", "content": config.chat.system_prompt}] if config.chat.system_prompt else []
-        prompt = sum(ChatTemplate(model).render([*messages, {"role": "user", "content": QUESTION}]), [])
+        prompt = joined(ChatTemplate(model).render([*messages, {"role": "user", "content": QUESTION}]))
         text = model.answer(prompt[-offline.WINDOW // 2 :], ANSWER).decode("utf-8", "ignore").strip()
     finally:
         model.close()

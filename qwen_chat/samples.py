@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from .conversation import ChatTemplate
+from .template import ChatTemplate, joined
 
 CALIBRATION = Path(__file__).with_name("calibration.yaml")
 EVALUATION = Path(__file__).with_name("evaluation.yaml")
@@ -52,4 +52,4 @@ def windows(file: Path, model, length: int) -> list[list[int]]:
 
 def _dialogue(template: ChatTemplate, turns: list[str]) -> list[int]:
     messages = [{"role": ROLES[number % 2], "content": text} for number, text in enumerate(turns)]
-    return sum(template.render(messages, answering=False), [])
+    return joined(template.render(messages, answering=False))

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_chat import condense
-from qwen_chat.condense import Condenser, Memory, frame, quotes, split
+from qwen_chat.condense import Condenser, frame, quotes, split
+from qwen_chat.config import Config
 from qwen_chat.conversation import TooLong
 from qwen_chat.engine import Busy
 from qwen_chat.performance import Performance
@@ -104,17 +105,6 @@ def test_sentences_that_fit_the_request_are_quoted_in_their_order():
     assert quotes(STORY, "Hello", 60, words) == quotes("", QUESTION, 60, words) == quotes(STORY, QUESTION, 2, words) == ""
 
 
-def test_memory_is_bounded_and_holds_no_text_it_was_made_from():
-    memory = Memory(len, most=100)
-    for number in range(50):
-        memory.put(f"text {number}", "x" * 30)
-    memory.put("text 49", "y" * 40)
-    assert memory.get("text 49") == "y" * 40 and memory.get("text 0") is None
-    assert memory._total == sum(map(len, memory._held.values())) <= 100
-    memory.put("large", "x" * 1000)
-    assert memory.get("large") is None and memory._total == 0
-
-
 # With the model
 
 
@@ -134,17 +124,18 @@ def quiet(bot):
     assert not any(slot.busy for slot in bot.engine.cache.slots)
 
 
-async def fitted(condenser, messages):
+async def fitted(condenser, messages, client="me"):
     """The messages that fit, and the progress on the way."""
-    condensing = condenser.on(messages)
+    condensing = condenser.on(messages, client=client)
     progress = [(part.number, part.count) async for part in condensing.parts()]
     return condensing, progress
 
 
 def stream(bot, messages, **options):
-    prompt = bot.conversation.prompt(messages)
+    prompt = bot.conversation.prompt(messages, client="me")
     return bot.engine.stream(
-        prompt.tokens, Sampling(temperature=0), 12, trimmed=prompt.trimmed, follow=prompt.follow, on_end=bot.conversation.remember, **options
+        prompt.tokens, Sampling(temperature=0), 12, client="me", trimmed=prompt.trimmed, follow=prompt.follow,
+        on_end=lambda reply: bot.conversation.remember(reply, prompt), **options,
     )
 
 
@@ -180,11 +171,11 @@ def test_a_message_is_condensed_once_and_later_turns_find_the_same_prompt(bot):
     first, _ = asyncio.run(fitted(person, [long]))
     reply = stream(bot, first.messages, owner="me")
     said = "".join(reply)
-    before = bot.conversation.prompt(first.messages).tokens
+    before = bot.conversation.prompt(first.messages, client="me").tokens
     quiet(bot)
     second, progress = asyncio.run(fitted(person, [long, answer(said), user("Thank you")]))
     assert progress == []
-    assert bot.conversation.prompt(second.messages).tokens[: len(before)] == before
+    assert bot.conversation.prompt(second.messages, client="me").tokens[: len(before)] == before
     again = stream(bot, second.messages, owner="me")
     list(again)
     assert again.stats.cached_tokens >= len(before) + reply.stats.answer_tokens - 1
@@ -278,25 +269,20 @@ def test_others_are_answered_in_between(make_bot):
     assert len(order) > 3 and min(order[:3]) == min(order)  # the short prompt of the other was among the first
 
 
-def test_a_full_line_is_waited_for_and_then_told(bot, monkeypatch):
-    monkeypatch.setattr(condense, "BUSY_PAUSES", (0, 0))
+def test_a_full_line_is_waited_for(bot, monkeypatch):
+    monkeypatch.setattr(condense, "BUSY_PAUSE", 0)
     person, tries, ask = condenser(bot), [], bot.engine.stream
 
     def full(tokens, *given, **options):
         tries.append(len(tokens))
-        if len(tries) < limit:
+        if len(tries) < 20:
             raise Busy("full")
         return ask(tokens, *given, **options)
 
     monkeypatch.setattr(bot.engine, "stream", full)
-    limit = 3
-    assert asyncio.run(fitted(person, [user(STORY)]))[1]
-    assert tries[0] == tries[1] == tries[2]  # the same summary was asked for again
-    tries.clear()
-    limit = 10**9
-    with pytest.raises(Busy):
-        asyncio.run(fitted(person, [user(STORY + "More.")]))
-    assert len(tries) == 3
+    condensing, progress = asyncio.run(fitted(person, [user(STORY)]))
+    assert progress and condensing.waited
+    assert set(tries[:20]) == {tries[0]} and len(tries) > 21  # the same summary was asked for again, then the next
 
 
 def test_with_refuse_it_is_refused_as_before(make_bot):
@@ -331,6 +317,115 @@ def test_the_size_of_a_long_text_is_estimated(bot):
     assert bot.conversation.size(text[:5000]) == bot.conversation.count(text[:5000])
 
 
+# Nothing of one person's reaches another
+
+
+SHORT = "\n\n".join(STORY.split("\n\n")[:5])  # in few parts
+
+
+@pytest.fixture(scope="module")
+def small_bot(make_bot):
+    return make_bot(runtime={"n_ctx": 384, "parallel": 1}, generation={"max_tokens": 64})
+
+
+@pytest.fixture
+def small(small_bot, monkeypatch):
+    """An engine that is soon done with a long message."""
+    monkeypatch.setattr(condense, "SUMMARY", (6, 12))
+    return small_bot
+
+
+def with_answers_of(bot, max_tokens):
+    """Settings of a tab, in which a message may be longer where its answer is shorter."""
+    return Config.model_validate({**bot.config.model_dump(), "generation": {"max_tokens": max_tokens}})
+
+
+def asked_of(engine, monkeypatch):
+    """What is asked of the engine from now on: tokens, and who asks."""
+    asked, ask = [], engine.stream
+
+    def stream(tokens, *given, **options):
+        asked.append((list(tokens), options.get("client")))
+        return ask(tokens, *given, **options)
+
+    monkeypatch.setattr(engine, "stream", stream)
+    return asked
+
+
+def test_what_another_sent_before_is_condensed_anew(small, monkeypatch):
+    person, asked = condenser(small), asked_of(small.engine, monkeypatch)
+    message = [user(f"{SHORT}\n\n{QUESTION}")]
+    texts = []
+    for client in ("me", "you", None):
+        condensing, progress = asyncio.run(fitted(person, message, client))
+        assert progress and person.shown(message, client)[-1]["content"] == (condensing.messages if client else message)[-1]["content"]
+        texts.append(condensing.messages[-1]["content"])
+    assert len(set(texts)) == 1  # greedy, of the same text
+    prompts = [[tokens for tokens, by in asked if by == client] for client in ("me", "you", None)]
+    assert prompts[0] == prompts[1] == prompts[2] != []
+    assert person.shown(message, "stranger") == message
+
+
+def test_nothing_that_fits_is_replaced(small):
+    person = condenser(small)
+    limits = [small.conversation.under(with_answers_of(small, most)).longest() for most in (16, 64)]
+    middle = "word " * ((limits[0] + limits[1]) // 2)
+    message = [user(middle)]
+    condensing, progress = asyncio.run(fitted(person, message))
+    assert progress and condensing.messages != message
+    assert person.shown(message, "me") == condensing.messages
+    roomy = person.under(with_answers_of(small, 16))  # another tab of the same person
+    condensing, progress = asyncio.run(fitted(roomy, message))
+    assert not progress and condensing.messages == message == roomy.shown(message, "me") and condensing.result is None
+
+
+def test_a_message_that_fits_without_what_stood_beside_it_is_not_replaced(small):
+    person, half = condenser(small), small.conversation.longest() * 2 // 3
+    together = [user("word " * half), user("more " * (half // 2))]
+    condensing, progress = asyncio.run(fitted(person, together))
+    assert progress and condensing.messages[0] != together[0]
+    assert person.shown(together, "me") == condensing.messages
+    for alone in (together[:1], [*together[:1], user("And?")]):
+        assert person.shown(alone, "me") == alone
+        condensing, progress = asyncio.run(fitted(person, alone))
+        assert not progress and condensing.messages == alone and condensing.result is None
+
+
+def test_what_was_condensed_stays_in_its_conversation_and_its_budget(small, monkeypatch):
+    person, long = condenser(small), user(f"{SHORT}\n\n{QUESTION}")
+    condensing, _ = asyncio.run(fitted(person, [long]))
+    made = condensing.result
+    answered = [long, answer("Harbour 7."), user("Thank you")]
+    elsewhere = [user("Hi"), answer("Hello"), long]
+    assert person.shown(answered, "me")[0]["content"] == made.text
+    assert person.shown(elsewhere, "me") == elsewhere
+    tight = person.under(with_answers_of(small, 32))
+    assert tight.shown([long], "me") == [long]  # it waits for an answer, and has another budget now
+    assert tight.shown(answered, "me")[0]["content"] == made.text  # it was read like this
+    asked = asked_of(small.engine, monkeypatch)
+    again, progress = asyncio.run(fitted(tight, [long]))
+    assert progress and again.result.budget == tight.budget != made.budget
+    asked.clear()
+    asyncio.run(fitted(person, elsewhere))
+    assert not asked  # the parts are those of before, for the same person
+
+
+def test_a_summary_belongs_to_the_system_prompt_it_was_asked_for_with(small, monkeypatch):
+    person, asked = condenser(small), asked_of(small.engine, monkeypatch)
+    for prompt in ("Speak like a sailor.", "Speak like a teacher."):
+        other = Config.model_validate({**small.config.model_dump(), "chat": {"system_prompt": prompt}})
+        asyncio.run(fitted(person.under(other), [user(f"{SHORT}\n\n{QUESTION}")]))
+    prompts = [tuple(tokens) for tokens, _ in asked]
+    assert len(prompts) > 2 and len(set(prompts)) == len(prompts)
+    assert len({len(each) for each in prompts[::len(prompts) // 2]}) == 1  # the same parts
+
+
+def test_one_who_has_been_condensed_for_waits_in_line_and_others_do_not(small):
+    short, long = [user("Hi")], [user(f"{SHORT}\n\n{QUESTION}")]
+    person = condenser(small)
+    assert [asyncio.run(fitted(person, each))[0].waited for each in (short, long, long)] == [False, True, False]
+
+
 # Notes of earlier turns
 
 
@@ -346,11 +441,12 @@ def turn(noting, messages, number, wait=True):
     """One more turn; returns its prompt and its reply."""
     bot, person = noting
     messages.append(user(f"Number {number}: say a few words about the colour of stone {number} in the river."))
-    shown = person.on(messages, "me").messages
-    prompt = bot.conversation.prompt(shown)
+    person.on(messages, "me", "me")
+    shown = person.shown(messages, "me")
+    prompt = bot.conversation.prompt(shown, client="me")
     reply = bot.engine.stream(
-        prompt.tokens, Sampling(temperature=0), 24, owner="me", trimmed=prompt.trimmed, follow=prompt.follow,
-        on_end=lambda reply: person.after(reply, shown, "me"),
+        prompt.tokens, Sampling(temperature=0), 24, owner="me", client="me", trimmed=prompt.trimmed, follow=prompt.follow,
+        on_end=lambda reply: person.after(reply, prompt, shown, "me"),
     )
     messages.append(answer("".join(reply)))
     if wait:
@@ -397,8 +493,8 @@ def test_a_question_does_not_wait_for_a_note(noting):
 def test_with_max_turns_turns_leave_no_note(make_bot):
     bot = make_bot(chat={"history": {"max_turns": 2, "overflow": "condense"}})
     asked = []
-    bot.conversation.note_of = lambda gone: asked.append(gone) or "A note"
-    prompt = bot.conversation.prompt([user("1"), answer("a"), user("2"), answer("b"), user("3")])
+    bot.conversation.note_of = lambda client, place: asked.append(place) or "A note"
+    prompt = bot.conversation.prompt([user("1"), answer("a"), user("2"), answer("b"), user("3")], client="me")
     assert prompt.dropped == 1 and not prompt.note and not asked
 
 
@@ -407,7 +503,7 @@ def test_a_note_for_which_there_is_no_room_is_left_out(noting):
     message = user("word " * (bot.conversation.longest() - 20))
     known = bot.conversation.note_of
     try:
-        bot.conversation.note_of = lambda gone: "A note. " * 20
+        bot.conversation.note_of = lambda client, place: "A note. " * 20
         prompt = bot.conversation.prompt([user("Hi"), answer("Hello"), message])
     finally:
         bot.conversation.note_of = known

@@ -1,11 +1,17 @@
 import time
 from array import array
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from qwen_chat import conversation as conversation_module
+from qwen_chat import template
 from qwen_chat.config import Config
 from qwen_chat.conversation import Conversation, TooLong, flatten
 from qwen_chat.sampling import Sampling
+from qwen_chat.template import ChatTemplate, joined
 
 
 def user(text):
@@ -84,13 +90,14 @@ def test_oldest_turns_are_dropped_at_turn_boundaries_until_the_answer_has_room(b
 def test_a_prompt_is_as_long_as_its_parts_were_counted(bot):
     messages = [user("one"), answer("two 二 🙂"), user("three")]
     pieces = bot.conversation.template.render(messages)
-    assert sum(map(len, pieces)) == len(sum(pieces, []))
-    assert len(pieces) == 4
+    sizes, end = bot.conversation.template.sizes(messages)
+    assert sum(sizes) + end == len(joined(pieces)) == sum(piece.size for piece in pieces)
+    assert [piece.message for piece in pieces] == [0, 1, 2, None] and len(sizes) == 3
 
 
 def test_max_turns_keeps_the_last_rounds(make_bot, small_model):
     bot = make_bot(chat={"history": {"max_turns": 3}})
-    messages = sum(([user(f"q{n}"), answer(f"a{n}")] for n in range(6)), [])
+    messages = [message for n in range(6) for message in (user(f"q{n}"), answer(f"a{n}"))]
     prompt = bot.conversation.prompt(messages + [user("q6")])
     text = text_of(bot, prompt.tokens)
     assert prompt.dropped == 4
@@ -130,14 +137,6 @@ def test_what_follows_an_answer_is_what_the_next_prompt_has_there(bot):
     assert first.follow and second.tokens[: len(expected)] == expected
 
 
-def test_an_answer_is_remembered_with_the_tokens_the_model_chose(bot):
-    conversation = Conversation(bot.engine, bot.config)
-    letters = [bot.engine.model.tokenize(letter)[0] for letter in "hello"]
-    conversation.template.remember("hello", letters)
-    tokens = conversation.prompt([user("x"), answer("hello"), user("y")]).tokens
-    assert any(tokens[at : at + 5] == letters for at in range(len(tokens)))
-
-
 def test_without_shifting_half_the_room_is_freed_at_once_and_stays_so(bot):
     class CannotShift:
         model, n_ctx, can_shift = bot.engine.model, bot.engine.n_ctx, False
@@ -158,12 +157,12 @@ def test_turns_that_the_next_question_would_drop_are_dropped_while_the_answer_is
     messages, ahead = [], 0
     for number in range(9):
         messages.append(user(f"Say something about topic {number}."))
-        prompt = bot.conversation.prompt(messages)
+        prompt = bot.conversation.prompt(messages, client="me")
         if prompt.trimmed and number > 5:
             ahead += bot.engine.cache.covers(array("i", prompt.tokens[:-16]))
         reply = bot.engine.stream(
-            prompt.tokens, Sampling(temperature=0), 12, owner="me", trimmed=prompt.trimmed, follow=prompt.follow,
-            on_end=lambda reply: bot.conversation.after(reply, messages, "me"),
+            prompt.tokens, Sampling(temperature=0), 12, owner="me", client="me", trimmed=prompt.trimmed, follow=prompt.follow,
+            on_end=lambda reply: bot.conversation.after(reply, prompt, messages, "me"),
         )
         messages.append(answer("".join(reply)))
         while not bot.engine.idle:
@@ -172,31 +171,33 @@ def test_turns_that_the_next_question_would_drop_are_dropped_while_the_answer_is
 
 
 def test_texts_kept_at_hand_are_bounded(bot, monkeypatch):
-    from qwen_chat import conversation
-
-    monkeypatch.setattr(conversation, "REMEMBERED", 300)
-    template = Conversation(bot.engine, bot.config).template
+    monkeypatch.setattr(template, "REMEMBERED", 300)
+    monkeypatch.setattr(template, "LARGEST_KEPT", 75)
+    made = ChatTemplate(bot.engine.model)
     for number in range(50):
-        template.render([user(f"{number} " + "word " * 20)])
-    template.render([user("word " * 1000)])
-    assert template._held == sum(map(len, template._known.values())) <= 300
+        made.render([user(f"{number} " + "word " * 20)])
+        made.render([user(f"{number} " + "word " * 40)], keep=False)
+    made.render([user("word " * 100)])
+    assert made._held == sum(map(len, made._known.values())) <= 300
+    kept = [text for text, special in made._known if not special]
+    assert len(kept) > 5 and kept[-1].startswith("49 ") and max(map(len, kept)) < 110
 
 
 def test_an_answer_that_has_begun_goes_on_behind_its_own_tokens(bot):
     messages = [{"role": "user", "content": "Tell me a very long story about a cat and a dog."}]
-    asked = bot.conversation.prompt(messages, max_tokens=12)
+    asked = bot.conversation.prompt(messages, max_tokens=12, client="me")
     reply = bot.engine.stream(asked.tokens, Sampling(temperature=0, repeat_penalty=1), 12)
     begun = "".join(reply)
-    bot.conversation.remember(reply)
-    rest = bot.conversation.prompt(messages, max_tokens=12, begun=begun)
+    bot.conversation.remember(reply, asked)
+    rest = bot.conversation.prompt(messages, max_tokens=12, begun=begun, client="me")
     assert reply.stats.finish_reason == "length"
     assert rest.tokens == asked.tokens + reply.tokens  # so that the cache has all of it
     more = bot.engine.stream(rest.tokens, Sampling(temperature=0, repeat_penalty=1), 12)
     text = "".join(more)
     assert more.stats.cached_tokens >= len(rest.tokens) - 2
-    bot.conversation.remember(more, begun)
+    bot.conversation.remember(more, rest)
     next_turn = [*messages, {"role": "assistant", "content": begun + text}, {"role": "user", "content": "Go on"}]
-    tokens = bot.conversation.prompt(next_turn).tokens
+    tokens = bot.conversation.prompt(next_turn, client="me").tokens
     assert tokens[: len(rest.tokens) + len(more.tokens)] == rest.tokens + more.tokens
 
 
@@ -206,3 +207,220 @@ def test_the_settings_of_one_tab_leave_the_others_alone(bot):
     here, there = bot.conversation.under(own).prompt(messages), bot.conversation.prompt(messages)
     assert here.dropped == 1 and there.dropped == 0
     assert here.tokens != there.tokens and bot.conversation.under(bot.config) is bot.conversation
+
+
+# What is kept of answers
+
+
+def spelled(model, text):
+    """Tokens of `text`, each of one character or of a part of one, as a model could choose them."""
+    return [token for char in text for token in model.tokenize(char)]
+
+
+def reply_of(text, tokens):
+    return SimpleNamespace(text=text, tokens=tokens)
+
+
+def fresh(bot, messages):
+    """The prompt's tokens where nothing was answered before."""
+    return Conversation(bot.engine, bot.config).prompt(messages).tokens
+
+
+def answered(bot, conversation, client, text="hello", messages=(user("x"),)):
+    """Has `text` answered to `messages` in tokens that the tokenizer would not choose; returns these."""
+    letters = spelled(bot.engine.model, text)
+    assert letters != bot.engine.model.tokenize(text)
+    conversation.remember(reply_of(text, letters), conversation.prompt(list(messages), client=client))
+    return letters
+
+
+def test_an_answer_is_read_with_the_models_own_tokens_in_its_own_conversation_alone(bot):
+    conversation = Conversation(bot.engine, bot.config)
+    letters = answered(bot, conversation, "me")
+    talk = [user("x"), answer("hello"), user("y")]
+
+    def own(messages, client="me", talk=conversation):
+        tokens = talk.prompt(messages, client=client).tokens
+        found = any(tokens[at : at + 5] == letters for at in range(len(tokens)))
+        assert found or tokens == fresh(bot, messages)
+        return found
+
+    assert own(talk) and own([*talk, answer("z"), user("hello")])
+    assert not own(talk, "you") and not own(talk, None)
+    assert not own([user("hello")]) and not own([user("x"), answer("z"), user("hello")])
+    assert not own([user("other"), answer("hello"), user("y")])
+    assert not own([user("x"), answer("z"), user("x"), answer("hello"), user("y")])
+    seeded = Config.model_validate({**bot.config.model_dump(), "runtime": {**bot.config.runtime.model_dump(), "seed": 7}})
+    assert not own(talk, talk=conversation.under(seeded))
+
+
+def test_with_a_seed_nothing_that_was_answered_changes_a_prompt(bot):
+    seeded = Config.model_validate({**bot.config.model_dump(), "runtime": {**bot.config.runtime.model_dump(), "seed": 7}})
+    conversation = Conversation(bot.engine, seeded)
+    answered(bot, conversation, "me")
+    for messages, begun in (([user("x"), answer("hello"), user("y")], ""), ([user("x")], "hello")):
+        expected = Conversation(bot.engine, seeded).prompt(messages, begun=begun).tokens
+        assert conversation.prompt(messages, begun=begun, client="me").tokens == expected
+
+
+def test_an_answer_of_the_interface_for_programs_is_kept_in_the_same_way(bot):
+    conversation = Conversation(bot.engine, bot.config)
+    letters = spelled(bot.engine.model, "hello")
+    conversation.remember(reply_of("hello", letters), conversation.whole([user("x")], client="me"))
+    talk = [user("x"), answer("hello"), user("y")]
+    mine, yours = (conversation.whole(talk, client=client).tokens for client in ("me", "you"))
+    assert any(mine[at : at + 5] == letters for at in range(len(mine)))
+    assert yours == Conversation(bot.engine, bot.config).whole(talk).tokens != mine
+    conversation.remember(reply_of("hello", letters), conversation.plain("x"))  # no conversation
+    assert conversation._answers.get(None, b"") is None
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_tokens_of_a_stop_string_are_no_part_of_an_answer(bot, size):
+    messages, conversation = [user("Tell me about the sea.")], Conversation(bot.engine, bot.config)
+
+    def ask(**options):
+        prompt = conversation.prompt(messages, client="me")
+        reply = bot.engine.stream(
+            prompt.tokens, Sampling(temperature=0, repeat_penalty=1), 24, client="me",
+            on_end=lambda reply: conversation.remember(reply, prompt), **options,
+        )
+        return "".join(reply), reply
+
+    whole, _ = ask()
+    for at in range(8, 20, 2):  # wherever the stop string begins within a token
+        text, reply = ask(stop=[whole[at : at + size]])
+        assert text and whole.startswith(text) and len(reply.tokens) < 24
+        talk = [*messages, answer(text), user("Go on.")]
+        tokens = conversation.prompt(talk, client="me").tokens
+        assert text_of(bot, tokens) == text_of(bot, fresh(bot, talk))
+        assert fresh(bot, [user(text)]) == conversation.prompt([user(text)], client="me").tokens
+
+
+def test_half_a_character_is_no_part_of_an_answer(bot):
+    conversation = Conversation(bot.engine, bot.config)
+    asked = conversation.prompt([user("x")], client="me")
+    hello, face = spelled(bot.engine.model, "hello"), spelled(bot.engine.model, "🙂")
+    conversation.remember(reply_of("hello", hello + face[:-1]), asked)
+    tokens = conversation.prompt([user("x"), answer("hello"), user("y")], client="me").tokens
+    assert text_of(bot, tokens) == text_of(bot, fresh(bot, [user("x"), answer("hello"), user("y")]))
+    assert any(tokens[at : at + 5] == hello for at in range(len(tokens)))
+
+
+TEXTS = st.sampled_from(["Yes", "No", "Yes.", "hello 你好", "🙂"])
+TAILS = st.sampled_from([".", "🙂", "<|im_start|>", " and"])
+TURN = st.tuples(st.integers(0, 3), TEXTS, TEXTS, st.none() | TAILS, st.booleans())
+
+
+def test_no_text_of_one_conversation_changes_the_prompts_of_another(bot):
+    """Conversations that say the same, in turns: each prompt is what a new template makes of it, with the conversation's
+    own answers in the tokens the model chose for them, and reads as its texts."""
+    model = bot.engine.model
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(TURN, max_size=14))
+    def check(turns):
+        conversation, made = Conversation(bot.engine, bot.config), ChatTemplate(model)
+        clients, talks, own = ("a", "a", "b", None), [[], [], [], []], {}
+        for number, question, said, tail, spelt in turns:
+            client, talk = clients[number], [*talks[number], user(question)]
+            prompt = conversation.prompt(talk, client=client)
+            view = [{"role": "system", "content": bot.config.chat.system_prompt}, *talk]
+            texts = [(message["role"], message["content"]) for message in view]
+            known = [{**message, "tokens": own.get((client, *texts[: at + 1]))} for at, message in enumerate(view)]
+            assert prompt.tokens == joined(made.render(known))
+            assert text_of(bot, prompt.tokens) == text_of(bot, joined(made.render(view)))
+            tokens = spelled(model, said) if spelt else model.tokenize(said)
+            ended = model.tokenize(tail, special=True) if tail else []
+            conversation.remember(reply_of(said, tokens + ended[: 1 if tail == "🙂" else None]), prompt)
+            if client:
+                own[(client, *texts, ("assistant", said))] = tokens
+            talks[number] = [*talk, answer(said)]
+
+    check()
+
+
+# Long chats
+
+
+class Counting(ChatTemplate):
+    """A template that counts the messages it is given."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.rendered = 0
+
+    def render(self, messages, *given, **options):
+        self.rendered += len(messages)
+        return super().render(messages, *given, **options)
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_a_chat_of_twenty_thousand_messages_costs_no_more_than_one_of_two_hundred(bot, shift):
+    class Engine:
+        model, n_ctx, can_shift = bot.engine.model, bot.engine.n_ctx, shift
+
+    def cost(rounds, text):
+        conversation = Conversation(Engine, bot.config)
+        conversation._made = Counting(Engine.model)
+        talk = [message for number in range(rounds) for message in (user(f"{number} {text}"), answer(text))]
+        prompt = conversation.prompt([*talk, user("last")], client="me")
+        assert len(prompt.tokens) + prompt.max_tokens <= Engine.n_ctx and prompt.dropped > rounds - 60
+        return conversation._made.rendered, len(conversation._made._known)
+
+    for text in ("a", "some words to fill the window " * 3):
+        (few, known), (many, known_of_many) = cost(100, text), cost(10_000, text)
+        assert many <= 1.5 * few and known_of_many <= 1.5 * known
+
+
+def test_what_is_left_out_of_a_long_chat_changes_nothing_of_its_prompt(bot):
+    talk = [message for number in range(300) for message in (user(f"question {number}"), answer("word " * (number % 17)))]
+    for shift in (True, False):
+        engine = SimpleNamespace(model=bot.engine.model, n_ctx=512, can_shift=shift)
+        conversation, all_seen = Conversation(engine, bot.config), Conversation(engine, bot.config)
+        all_seen._out_of_reach = lambda turns: 0
+        starts = []
+        for rounds in range(200, 300, 7):
+            asked = [*talk[: 2 * rounds], user("last")]
+            seen, short = all_seen.prompt(asked), conversation.prompt(asked)
+            starts.append(short.dropped)
+            assert len(short.tokens) + short.max_tokens <= 512
+            assert (seen == short) or not shift
+        assert starts == sorted(starts) and len(set(starts)) > 1
+
+
+def test_any_number_of_messages_in_a_row_makes_one():
+    texts = [f"{number}" for number in range(20_000)]
+    turns = conversation_module._turns([user(text) for text in texts])
+    assert turns == [[user("\n\n".join(texts))]]
+
+
+# The room for an answer
+
+
+@pytest.mark.parametrize("wanted", [16, 64, 256])
+def test_the_longest_message_leaves_the_least_room_for_its_answer_and_no_less(bot, wanted):
+    least = min(wanted, 64)
+    conversation = conversation_with(bot, max_tokens=wanted)
+    longest = conversation.longest()
+    fitting = conversation.prompt([user("word" + " word" * (longest - 1))])
+    assert conversation.count("word" + " word" * (longest - 1)) == longest
+    assert fitting.max_tokens == least and len(fitting.tokens) + least == bot.engine.n_ctx
+    with pytest.raises(TooLong) as refused:
+        conversation.prompt([user("word" + " word" * longest)])
+    assert refused.value.size == refused.value.limit + 1
+    assert conversation.fits("word" + " word" * (longest - 1)) and not conversation.fits("word" + " word" * longest)
+
+
+def test_with_what_has_begun_the_same_room_is_left_for_the_rest(bot):
+    conversation = conversation_with(bot, max_tokens=256)
+    longest, begun = conversation.longest(), "and so on"
+    room = longest - len(bot.engine.model.tokenize(begun))
+    prompt = conversation.prompt([user("word" + " word" * (room - 1))], begun=begun)
+    assert prompt.max_tokens == 64 and prompt.tokens[-3:] == bot.engine.model.tokenize(begun)
+    with pytest.raises(TooLong):
+        conversation.prompt([user("word" + " word" * room)], begun=begun)
+
+
+def conversation_with(bot, **generation):
+    return Conversation(bot.engine, Config.model_validate({**bot.config.model_dump(), "generation": generation}))

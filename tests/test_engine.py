@@ -30,10 +30,10 @@ def user(text):
 def ask(bot, messages, sampling=GREEDY, max_tokens=24, owner="me", **options):
     """Starts an answer; `messages` may be one question."""
     messages = [user(messages)] if isinstance(messages, str) else messages
-    prompt = bot.conversation.prompt(messages, max_tokens)
+    prompt = bot.conversation.prompt(messages, max_tokens, client=owner)
     return bot.engine.stream(
-        prompt.tokens, sampling, prompt.max_tokens, owner=owner, trimmed=prompt.trimmed,
-        follow=prompt.follow, on_end=bot.conversation.remember, **options,
+        prompt.tokens, sampling, prompt.max_tokens, owner=owner, client=owner, trimmed=prompt.trimmed,
+        follow=prompt.follow, on_end=lambda reply: bot.conversation.remember(reply, prompt), **options,
     )
 
 
@@ -102,7 +102,7 @@ def test_a_kept_cache_answers_as_computing_all_anew_does(bot):
     messages = []
     for question in ("List three animals.", "Which is the largest?", "Where does it live?"):
         messages.append(user(question))
-        prompt = bot.conversation.prompt(messages).tokens
+        prompt = bot.conversation.prompt(messages, client="me").tokens
         reply = ask(bot, messages)
         text = "".join(reply)
         assert_greedy(bot, prompt, reply.tokens)
