@@ -7,7 +7,7 @@ compression and its open CORS rules do not concern it. Both share the engine, it
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
@@ -16,25 +16,27 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from . import __version__, json_grammar, openai_form
-from .conversation import TooLong
+from .conversation import Prompt, TooLong, flatten
 from .engine import Busy, EngineError, Reply
-from .gate import AsciiJSON, Guard, Linger, refusal
+from .gate import CLIENT, RETRY_BUSY, AsciiJSON, Guard, Linger, PageGate, read_body, refusal
 from .metrics import Metrics
-from .openai_form import ApiError, ChatRequest, TextRequest
+from .openai_form import ApiError, ChatRequest, Form, TextRequest
 from .sampling import GREATEST_SEED, Sampling
 from .shapes import ChatShape, Shape, TextShape
 
-BODY_SECONDS = 30  # for the whole of a request's body to come in
 KEEP_ALIVE_SECONDS = 10  # between two signs of life of a stream that waits
-RETRY_BUSY, RETRY_LOADING = 2, 5  # seconds
+RETRY_LOADING = 5  # seconds; also while the program ends, for it may be started anew
+LEAST_TOKENS = 2  # of a message: what begins it, and its text
+SLICE = 8000  # characters that are split into tokens at once, of a text that is probably too long
+SLACK = 16  # tokens that a slice may have more by itself than within its text
+WORDY = 8  # characters a token, more than texts have
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repeat_penalty", "repeat_last_n", "frequency_penalty", "presence_penalty")
-CUT_OFF = "the answer was cut off: the program ends"
 
 
 def beside_the_page(engine, conversation, config) -> dict:
@@ -43,7 +45,8 @@ def beside_the_page(engine, conversation, config) -> dict:
 
     @asynccontextmanager
     async def lifespan(page: Starlette):
-        page.middleware_stack = _Fork(api, page.middleware_stack, config.server.language)
+        bounded = Linger(PageGate(page.middleware_stack, config.server.max_body_mb))
+        page.middleware_stack = _Fork(api, bounded, config.server.language)
         yield
 
     return {"lifespan": lifespan}
@@ -109,7 +112,7 @@ class Api:
         self.metrics = Metrics(engine)
         self._sampling = Sampling.from_config(config)
         self._longest = config.generation.max_tokens
-        self._most_bytes = config.server.max_body_mb * 2**20
+        self._most_mb = config.server.max_body_mb
         self._started = int(time.time())
         server = config.server
         guard = Middleware(Guard, keys=server.api_keys(), closed=bool(server.auth))
@@ -125,7 +128,7 @@ class Api:
                 Route("/v1/completions", self.complete, methods=["POST"]),
             ],
             middleware=[Middleware(Linger), *([cors] if server.cors_origins else []), guard],
-            exception_handlers={ApiError: _error, HTTPException: _http_error, ClientDisconnect: _gone, Exception: _broken},
+            exception_handlers={ApiError: _error, HTTPException: _http_error, EOFError: _gone, Exception: _broken},
         )
         self.app.router.redirect_slashes = False
 
@@ -155,81 +158,98 @@ class Api:
         return JSONResponse(model)
 
     async def chat(self, request: Request) -> Response:
-        self._check_ready()
-        form = openai_form.read(ChatRequest, await self._body(request))
-        messages, client = [message.plain() for message in form.messages], _client(request)
-        known = None if form.seed is not None and form.seed >= 0 else client  # with a seed, a text is always read in one way
-        return await self._answer(request, form, ChatShape, "messages", lambda: self.conversation.whole(messages, client=known))
+        return await self._answer(request, ChatRequest, ChatShape)
 
     async def complete(self, request: Request) -> Response:
-        self._check_ready()
-        form = openai_form.read(TextRequest, await self._body(request))
-        return await self._answer(request, form, TextShape, "prompt", lambda: self.conversation.plain(form.text))
+        return await self._answer(request, TextRequest, TextShape)
 
-    async def _answer(self, request: Request, form, shape: type[Shape], param: str, prompt) -> Response:
-        try:
-            made = await asyncio.to_thread(prompt)  # long text takes long to split into tokens
-        except TooLong as error:
-            raise ApiError(400, f"{param}: {error.size} tokens, and the window holds {error.limit} beside an answer; shorten it", param, "context_length_exceeded")
-        except ValueError as error:
-            raise ApiError(400, f"{param}: {error}", param, "invalid_value")
-        longest = min(form.longest or self._longest, made.max_tokens)
-        stop = made.stop if form.stops is None else form.stops
-        reply = self._ask(
-            made.tokens, self._settings(form), longest, stop, client=_client(request), follow=made.follow,
-            on_end=lambda reply: self.conversation.remember(reply, made),
-        )
+    async def _answer(self, request: Request, kind: type, shape: type[Shape]) -> Response:
+        self._check_ready()
+        body = await self._body(request)
+        form, asked = await asyncio.to_thread(self._read, kind, body, request.scope[CLIENT])  # it may take long
+        reply = self._ask(**asked)
         answer = shape(reply, self.engine)
         if form.stream:
             return _EventStream(reply, _events(reply, answer, form.wants_usage))
         return await _whole(request, reply, answer)
 
-    def _ask(self, *what, **how) -> Reply:
+    def _read(self, kind: type, body: bytes, client: Hashable) -> tuple[Form, dict]:
+        """A request, and what the engine is asked for it."""
+        form = openai_form.read(kind, body, self.engine.n_ctx // LEAST_TOKENS)
+        seeded = form.seed is not None and form.seed >= 0  # then a text is always split into the same tokens
+        sampling, prompt = self._settings(form), self._prompt(form, None if seeded else client)
+        return form, {
+            "tokens": prompt.tokens,
+            "sampling": sampling,
+            "max_tokens": min(form.longest or self._longest, prompt.max_tokens),
+            "stop": prompt.stop if form.stops is None else form.stops,
+            "follow": prompt.follow,
+            "client": client,
+            "on_end": lambda reply: self.conversation.remember(reply, prompt),
+        }
+
+    def _prompt(self, form: ChatRequest | TextRequest, client: Hashable) -> Prompt:
         try:
-            return self.engine.stream(*what, **how)
+            if isinstance(form, TextRequest):
+                self._check_length([form.text])
+                return self.conversation.plain(form.text)
+            messages = flatten([message.plain() for message in form.messages])
+            self._check_length([message["content"] for message in messages])
+            return self.conversation.whole(messages, client=client)
+        except TooLong as error:
+            words = f"{error.size} tokens, and the window holds {error.limit} beside an answer; shorten it"
+            raise ApiError(400, f"{form.subject}: {words}", form.subject, "context_length_exceeded")
+        except ValueError as error:
+            raise ApiError(400, f"{form.subject}: {error}", form.subject, "invalid_value")
+
+    def _check_length(self, texts: list[str]) -> None:
+        """Raises TooLong for what is far too long, with an estimate, after no more work than for what just fits:
+        splitting 1 MB into tokens keeps a core busy for seconds, which those who are answered would lack."""
+        n_ctx, length = self.engine.n_ctx, sum(map(len, texts))
+        if length <= WORDY * n_ctx:
+            return
+        tokens = least = seen = 0
+        for part in (text[start : start + SLICE] for text in texts for start in range(0, len(text), SLICE)):
+            count, seen = self.conversation.count(part), seen + len(part)
+            tokens, least = tokens + count, least + count - SLACK
+            if least > n_ctx:
+                raise TooLong(tokens * length // seen, n_ctx - 1)
+
+    def _ask(self, **what) -> Reply:
+        try:
+            return self.engine.stream(**what)
         except Busy as error:
             raise ApiError(429, str(error), code="busy", headers={"Retry-After": str(RETRY_BUSY)})
         except EngineError as error:
-            raise ApiError(503, str(error), code="not_ready")
+            raise self._ended() if self.engine.state.phase in ("failed", "closed") else ApiError(503, str(error), code="not_ready")
 
     def _check_ready(self) -> None:
         state = self.engine.state
         if state.phase in ("failed", "closed"):
-            raise ApiError(503, f"the engine has ended: {self.engine.error or 'it was closed'}", code="not_ready")
+            raise self._ended()
         if state.phase != "ready":
             raise ApiError(503, "the model is not loaded yet; try again in a moment", code="loading", headers={"Retry-After": str(RETRY_LOADING)})
 
+    def _ended(self) -> ApiError:
+        if self.engine.error:
+            return ApiError(503, f"the engine has ended: {self.engine.error}", code="not_ready")
+        return _shutting_down()
+
     async def _body(self, request: Request) -> bytes:
-        """The body of a request, of which no more than the limit is kept."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # also keeps pages of other sites from sending one unasked
             raise ApiError(415, "the request must be JSON, with the header Content-Type: application/json")
-        length = request.headers.get("content-length", "")
-        if length.isdigit() and int(length[:20]) > self._most_bytes:
-            raise self._too_large()
-        try:
-            return await asyncio.wait_for(self._read(request), BODY_SECONDS)
-        except asyncio.TimeoutError:
-            raise ApiError(408, f"the request's body did not come within {BODY_SECONDS} seconds")
-
-    async def _read(self, request: Request) -> bytes:
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > self._most_bytes:
-                raise self._too_large()
-        return bytes(body)
-
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the request's body is larger than {self._most_bytes // 2**20} MiB, server.max_body_mb", code="request_too_large")
+        return await read_body(request.scope, request.receive, self._most_mb)
 
     def _settings(self, form) -> Sampling:
         given = {name: getattr(form, name) for name in SETTINGS if getattr(form, name) is not None}
         if form.seed is not None:
             given["seed"] = form.seed if form.seed < 0 else form.seed % (GREATEST_SEED + 1)
+        grammar = _grammar(getattr(form, "response_format", None))
+        if grammar:
+            self.engine.model.first_bytes  # found here for the first time, not on the thread that answers everybody
         return replace(
-            self._sampling, **given, logit_bias=self._biases(form.logit_bias or {}),
-            grammar=_grammar(getattr(form, "response_format", None)), top_logprobs=form.alternatives,
+            self._sampling, **given, logit_bias=self._biases(form.logit_bias or {}), grammar=grammar, top_logprobs=form.alternatives,
         )
 
     def _biases(self, given: dict[str, float]) -> tuple[tuple[int, float], ...]:
@@ -238,11 +258,6 @@ class Api:
             if int(token) >= n_vocab:
                 raise ApiError(400, f"logit_bias.{token}: the model's tokens are numbered 0 to {n_vocab - 1}", f"logit_bias.{token}", "invalid_value")
         return tuple((int(token), float(bias)) for token, bias in given.items())
-
-
-def _client(request: Request) -> tuple[str, str]:
-    """Who asks."""
-    return "address", request.client.host if request.client else ""
 
 
 def _grammar(wanted) -> str:
@@ -257,6 +272,11 @@ def _grammar(wanted) -> str:
         raise ApiError(400, f"{param}: {error}", param, "unsupported_schema")
 
 
+def _shutting_down() -> ApiError:
+    """A client that waits for its answer is cut off by nothing else."""
+    return ApiError(503, "the answer was cut off, or not begun: the program ends", code="shutting_down", headers={"Retry-After": str(RETRY_LOADING)})
+
+
 async def _whole(request: Request, reply: Reply, answer: Shape) -> Response:
     watch = asyncio.ensure_future(_cancel_when_gone(request, reply))
     try:
@@ -267,8 +287,8 @@ async def _whole(request: Request, reply: Reply, answer: Shape) -> Response:
     finally:
         watch.cancel()
     if reply.stats.finish_reason == "cancelled":
-        raise ApiError(503, CUT_OFF, code="cancelled")
-    return AsciiJSON(answer.whole())
+        raise _shutting_down()
+    return await asyncio.to_thread(lambda: AsciiJSON(answer.whole()))  # log-probabilities can be many
 
 
 async def _cancel_when_gone(request: Request, reply: Reply) -> None:
@@ -283,13 +303,14 @@ async def _events(reply: Reply, answer: Shape, usage: bool) -> AsyncIterator[str
     try:
         async with aclosing(_patiently(reply)) as pieces:
             async for text in pieces:
-                yield _event({**answer.chunk(text), **empty}) if text else ": still waiting\n\n"
-        if reply.stats.finish_reason == "cancelled":
-            raise EngineError(CUT_OFF)
+                yield await _made(reply, lambda: {**answer.chunk(text), **empty}) if text else ": still waiting\n\n"
     except EngineError as error:
         yield _event(ApiError(500, str(error), code="engine_error").body)
         return
-    yield _event({**answer.last_chunk(), **empty})
+    if reply.stats.finish_reason == "cancelled":
+        yield _event(_shutting_down().body)
+        return
+    yield await _made(reply, lambda: {**answer.last_chunk(), **empty})
     if usage:
         yield _event(answer.usage_chunk())
     yield "data: [DONE]\n\n"
@@ -332,6 +353,13 @@ def _event(content: dict) -> str:
     return f"data: {json.dumps(content, separators=(',', ':'), ensure_ascii=False)}\n\n"
 
 
+async def _made(reply: Reply, content: Callable[[], dict]) -> str:
+    """The event of a chunk. Log-probabilities may be those of a whole answer, if its client was slow: others go on meanwhile."""
+    if not reply.logprobs:
+        return _event(content())
+    return await asyncio.to_thread(lambda: f"data: {AsciiJSON(content()).body.decode()}\n\n")
+
+
 async def _error(request: Request, error: ApiError) -> Response:
     return refusal(error)
 
@@ -341,7 +369,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     return refusal(ApiError(error.status_code, words.get(error.status_code, error.detail), headers=error.headers))
 
 
-async def _gone(request: Request, error: ClientDisconnect) -> Response:
+async def _gone(request: Request, error: EOFError) -> Response:
     return Response(status_code=400)  # nobody reads it
 
 

@@ -2,13 +2,26 @@
 
 What a grammar cannot hold to is refused, so that nobody relies on a rule that is not kept. Properties
 come in the schema's order; other properties are allowed only where `additionalProperties` says so.
+
+llama.cpp follows all the ways at once in which a text so far may be read, and holds each of them against every token
+of the vocabulary, on the thread that answers everybody. So there must be few: constants are told apart letter by
+letter, and alternatives that begin alike are counted (json_ways), wherever they lead.
 """
 
 import json
+import os
+from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 
+from .json_ways import KEYWORDS, MOST_WAYS, found, most_ways
+from .openai_form import shortened
+
 MOST_ITEMS = 1000  # of a repetition; llama.cpp itself takes 2000
-MOST_CHOICES = 500  # properties, constants and alternatives in all: each may slow every token down
+MOST_REPEATED = 10_000  # of all repetitions: each is written out when the grammar is read
+MOST_CHOICES = 500  # properties, constants and alternatives in all
+MOST_SCHEMAS = 2000  # schemas within the schema, in all
+MOST_TEXT = 100_000  # characters of names and constants in all
+LONGEST_NAME = 40  # characters of a name, in an error
 NOTES = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$id", "$comment", "$defs", "definitions"}
 
 SPACE = r'ws ::= | " " | "\n" [ \t]{0,20}'
@@ -35,11 +48,10 @@ FORMATS = {
     "date-time": f'{DATE} "T" {TIME}',
     "uuid": '[0-9a-f]{8} "-" [0-9a-f]{4} "-" [0-9a-f]{4} "-" [0-9a-f]{4} "-" [0-9a-f]{12}',
 }
-KEYWORDS = {
-    "object": {"properties", "required", "additionalProperties"},
-    "array": {"items", "minItems", "maxItems"},
-    "string": {"minLength", "maxLength", "format"},
-}
+TOO_MANY_WAYS = (
+    f"the beginning of a text may be read in more than {MOST_WAYS} ways at once: have alternatives differ in their type, or in their"
+    " first property, which is required, and have fewer optional properties in a row"
+)
 
 
 class SchemaError(ValueError):
@@ -59,12 +71,14 @@ def from_schema(schema: dict) -> str:
         text = grammar.text(grammar.expression(schema, "schema"))
         text.encode()
         TopologicalSorter(grammar.leads).prepare()
+        if most_ways(schema) > MOST_WAYS:
+            raise SchemaError(TOO_MANY_WAYS)
     except RecursionError:
         raise SchemaError("it is nested too deeply") from None
     except UnicodeEncodeError:
         raise SchemaError("half a character is in it") from None
     except CycleError as error:
-        raise SchemaError(f"{error.args[1][0]} refers to itself and to nothing else") from None
+        raise SchemaError(f"{shortened(error.args[1][0], LONGEST_NAME)} refers to itself and to nothing else") from None
     return text
 
 
@@ -74,7 +88,7 @@ class _Grammar:
         self._rules: dict[str, str] = {"ws": SPACE}
         self._refs: dict[str, str] = {}
         self.leads: dict[str, set[str]] = {}  # from a reference to those that its value may begin as
-        self._choices = 0
+        self._choices = self._schemas = self._repeated = self._length = 0
 
     def text(self, root: str) -> str:
         return "\n".join([f"root ::= {root}", *self._rules.values()])
@@ -92,6 +106,9 @@ class _Grammar:
             return self.primitive("any")
         if not isinstance(schema, dict):
             raise SchemaError(f"{path}: a schema is an object")
+        self._schemas += 1
+        if self._schemas > MOST_SCHEMAS:
+            raise SchemaError(f"{path}: there are more than {MOST_SCHEMAS} schemas in all")
         schema = {key: value for key, value in schema.items() if key not in NOTES}
         for keyword, make in (("$ref", self._reference), ("anyOf", self._any), ("oneOf", self._any), ("allOf", self._all)):
             if keyword in schema:
@@ -121,19 +138,16 @@ class _Grammar:
         self.leads.setdefault(start or "", set()).add(ref)
         if ref not in self._refs:
             name = self._refs[ref] = f"ref-{len(self._refs)}"
-            self._rules[name] = f"{name} ::= {self.expression(self._find(ref, path), ref, ref)}"
+            self._rules[name] = f"{name} ::= {self.expression(self._find(ref, path), shortened(ref, LONGEST_NAME), ref)}"
         return self._refs[ref]
 
     def _find(self, ref: str, path: str):
-        target = self._schema
         if not ref.startswith("#"):
             raise SchemaError(f"{path}: only references within the schema, such as #/$defs/name, can be followed")
-        for part in ref[1:].split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
-            if not isinstance(target, dict) or part not in target:
-                raise SchemaError(f"{path}: there is no {ref}")
-            target = target[part]
-        return target
+        try:
+            return found(self._schema, ref)
+        except LookupError:
+            raise SchemaError(f"{path}: there is no {shortened(ref, LONGEST_NAME)}") from None
 
     def _any(self, options, path: str, start: str | None) -> str:
         self._count(options, path)
@@ -146,7 +160,7 @@ class _Grammar:
 
     def _constants(self, values, path: str) -> str:
         self._count(values, path)
-        return _either([_literal(value) for value in values])
+        return _texts(sorted({self._literal(value) for value in values}))
 
     def _string(self, schema: dict, path: str) -> str:
         if "format" in schema:
@@ -154,11 +168,11 @@ class _Grammar:
             if schema["format"] not in FORMATS:
                 raise SchemaError(f"{path}.format: only {', '.join(FORMATS)} can be kept to")
             return rf'"\"" {FORMATS[schema["format"]]} "\""'
-        return rf'"\"" {self.primitive("char")}{_times(schema, "minLength", "maxLength", path)} "\""'
+        return rf'"\"" {self.primitive("char")}{self._times(schema, path)} "\""'
 
     def _array(self, schema: dict, path: str) -> str:
         item = self._rule(f"{self.expression(schema.get('items', True), path + '.items')} ws")
-        low, high = _bounds(schema, "minItems", "maxItems", path)
+        low, high = self._bounds(schema, "minItems", "maxItems", path)
         if high == 0:
             return '"[" ws "]"'
         more = f'{item} ("," ws {item}){{{max(low - 1, 0)},{"" if high is None else high - 1}}}'
@@ -168,33 +182,63 @@ class _Grammar:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, dict) or not isinstance(required, list):
             raise SchemaError(f"{path}: properties is an object, and required a list of names")
-        if lost := [name for name in required if not isinstance(name, str) or name not in properties]:
-            raise SchemaError(f"{path}.required: {json.dumps(lost[0])} is not among the properties")
         self._count(list(properties), path, least=0)
-        pairs = [
-            (self._rule(f'{_literal(name)} ws ":" ws {self.expression(inner, f"{path}.{name}")} ws'), name in required)
-            for name, inner in properties.items()
-        ]
+        self._count(required, f"{path}.required", least=0)
+        if lost := [name for name in required if not isinstance(name, str) or name not in properties]:
+            raise SchemaError(f"{path}.required: {shortened(json.dumps(lost[0]), LONGEST_NAME)} is not among the properties")
+        pairs = [(self._pair(_quoted(self._literal(name)[1:]), inner, f"{path}.{shortened(name, LONGEST_NAME)}"), name in required) for name, inner in properties.items()]
         others = schema.get("additionalProperties", False)
         if others is not False:
-            pair = self._rule(f'{self.primitive("string")} ws ":" ws {self.expression(others, path + ".additionalProperties")} ws')
-            pairs.append((self._rule(f'{pair} ("," ws {pair})*'), False))
+            pair = self._pair(rf'{self.primitive("char")}* "\""', others, f"{path}.additionalProperties")
+            pairs.append((self._rule(rf'{pair} ("," ws "\"" {pair})*'), False))
         return f'"{{" ws {self._pairs(pairs)} "}}"'
+
+    def _pair(self, name: str, schema, path: str) -> str:
+        """A property without the quote before its name, which is the same for all of them."""
+        return self._rule(f'{name} ws ":" ws {self.expression(schema, path)} ws')
 
     def _pairs(self, pairs: list[tuple[str, bool]]) -> str:
         """Pairs in their order, those that are not required each there or not, with commas between."""
-        after, whole = "", '""'  # what may follow a pair, and what may stand at the beginning
+        tail, more = "", ""  # what the rest may begin with, behind a quote; the rest behind a comma
+        must = False  # whether any of the rest is required
         for pair, needed in reversed(pairs):
-            first = f"{pair} {after}"
-            whole = first if needed else f"{first} | {whole}"
-            after = self._rule(f'"," ws {pair} {after}' if needed else f'("," ws {pair})? {after}')
-            whole = self._rule(whole)
-        return whole
+            whole = self._rule(f"{pair} {more}")
+            tail = self._rule(f"{whole} | {tail}") if tail and not needed else whole
+            must = must or needed
+            more = self._rule(_perhaps(rf'"," ws "\"" {tail}', must))
+        return _perhaps(rf'"\"" {tail}', must) if pairs else ""
 
     def _rule(self, expression: str) -> str:
         name = f"part-{len(self._rules)}"
         self._rules[name] = f"{name} ::= {expression}"
         return name
+
+    def _literal(self, value) -> str:
+        """The JSON of a value."""
+        try:
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except ValueError:
+            raise SchemaError("a number in it is not one of JSON's") from None
+        self._length += len(text)
+        if self._length > MOST_TEXT:
+            raise SchemaError(f"there are more than {MOST_TEXT} characters of names and constants in it")
+        return text
+
+    def _times(self, schema: dict, path: str) -> str:
+        low, high = self._bounds(schema, "minLength", "maxLength", path)
+        return f"{{{low},{'' if high is None else high}}}"
+
+    def _bounds(self, schema: dict, least: str, most: str, path: str) -> tuple[int, int | None]:
+        low, high = schema.get(least, 0), schema.get(most)
+        for keyword, value in ((least, low), (most, high)):
+            if value is not None and (type(value) is not int or not 0 <= value <= MOST_ITEMS):
+                raise SchemaError(f"{path}.{keyword}: a whole number from 0 to {MOST_ITEMS} is expected")
+        if high is not None and low > high:
+            raise SchemaError(f"{path}: {least} is above {most}")
+        self._repeated += max(low, high or 0)
+        if self._repeated > MOST_REPEATED:
+            raise SchemaError(f"{path}: {least} and {most} are more than {MOST_REPEATED} in all")
+        return low, high
 
     def _count(self, values, path: str, least: int = 1) -> None:
         if not isinstance(values, list) or len(values) < least:
@@ -207,31 +251,29 @@ class _Grammar:
 def _only(schema: dict, allowed: set, path: str) -> None:
     for keyword in schema:
         if keyword not in allowed:
-            raise SchemaError(f"{path}: {keyword} cannot be kept to here")
+            raise SchemaError(f"{path}: {shortened(keyword, LONGEST_NAME)} cannot be kept to here")
 
 
 def _either(options: list[str]) -> str:
     return options[0] if len(options) == 1 else f"({' | '.join(options)})"
 
 
-def _literal(value) -> str:
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except ValueError:
-        raise SchemaError("a number in it is not one of JSON's") from None
+def _perhaps(expression: str, needed: bool) -> str:
+    return expression if needed else f"({expression})?"
+
+
+def _quoted(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _times(schema: dict, least: str, most: str, path: str) -> str:
-    low, high = _bounds(schema, least, most, path)
-    return f"{{{low},{'' if high is None else high}}}"
-
-
-def _bounds(schema: dict, least: str, most: str, path: str) -> tuple[int, int | None]:
-    low, high = schema.get(least, 0), schema.get(most)
-    for keyword, value in ((least, low), (most, high)):
-        if value is not None and (type(value) is not int or not 0 <= value <= MOST_ITEMS):
-            raise SchemaError(f"{path}.{keyword}: a whole number from 0 to {MOST_ITEMS} is expected")
-    if high is not None and low > high:
-        raise SchemaError(f"{path}: {least} is above {most}")
-    return low, high
+def _texts(texts: list[str]) -> str:
+    """One of some texts, sorted and all different, which are told apart at the first letter that differs."""
+    groups = defaultdict(list)
+    for text in texts:
+        groups[text[:1]].append(text)
+    options = []
+    for group in groups.values():
+        shared = os.path.commonprefix(group)
+        rest = f" {_texts([text[len(shared) :] for text in group])}" if len(group) > 1 else ""
+        options.append(_quoted(shared) + rest)
+    return _either(options)

@@ -7,6 +7,7 @@ the vocabulary or set a flag.
 import ctypes
 import logging
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Callable
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from . import cpu_code, llama_log
 from .memory import CELLS_STEP, Layout
-from .sampling import Logprob, Sampler, Sampling
+from .sampling import NO_BYTE, FirstBytes, Logprob, Sampler, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,19 @@ class Model:
         return sum(len(tokens) for _, _, tokens, _ in parts[: part + 1]) - 1
 
     def sampler(self, settings: Sampling) -> Sampler:
-        return Sampler(settings, self._vocab, self.n_vocab)
+        return Sampler(settings, self._vocab, self.n_vocab, self.first_bytes if settings.grammar else None)
+
+    @cached_property
+    def first_bytes(self) -> FirstBytes:
+        """For grammars. It takes some tenths of a second the first time; from any thread."""
+        of, single, buffer = np.full(self.n_vocab, NO_BYTE, np.int16), {}, ctypes.create_string_buffer(256)
+        for token in range(self.n_vocab):
+            size = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
+            if size and not self.is_end(token):  # of more than the buffer holds, nothing is known
+                of[token] = buffer[0][0] if size > 0 else NO_BYTE
+                if size == 1:
+                    single[of[token]] = token
+        return FirstBytes(of, np.array(sorted(single.values()), np.int32))
 
     def sample(self, sampler: Sampler, index: int) -> tuple[int, Logprob | None]:
         """The next token by `sampler` from the logits of batch token `index`."""

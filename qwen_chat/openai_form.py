@@ -1,23 +1,37 @@
 """The requests of OpenAI's API that are understood here, and its form of errors.
 
 What the model cannot do is refused by name; a parameter that changes nothing here is taken and ignored.
+
+Reading a request takes the interpreter's lock, which every stream needs, so what it may cost is bounded before it
+is done: the values of the JSON are counted before they are made, the messages before each is checked, and of the
+faults only the first is looked for.
 """
 
 import difflib
+import functools
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 MOST_STOPS, LONGEST_STOP, MOST_BIASES = 16, 1000, 1024
+MOST_VALUES = 50_000  # numbers, texts, lists and objects of a request's JSON: so many are made within some 20 ms
+MOST_KEYS = 64  # of an object whose keys are prescribed
+MOST_PARTS = 1000  # of a message
+LONGEST_NAME = 100  # characters of a parameter, in an error
+LONGEST_MESSAGE = 500  # characters of an error
+
+NO_MARKS = bytes(set(range(256)) - set(b'"[{,'))  # what stands neither around texts nor before values
 
 
 class ApiError(Exception):
-    """What is answered in place of what was asked for. `headers` go with it."""
+    """What is answered in place of what was asked for. `headers` go with it. It is short, however long what it names is."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, headers: dict | None = None):
-        super().__init__(message)
-        self.status, self.param, self.code, self.headers = status, param, code, headers
+        super().__init__(shortened(message, LONGEST_MESSAGE))
+        self.status, self.code, self.headers = status, code, headers
+        self.param = param and shortened(param, LONGEST_NAME)
 
     @property
     def body(self) -> dict:
@@ -27,8 +41,21 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
+def shortened(text: str, most: int) -> str:
+    """`text`, or as much of its beginning as makes `most` characters with a sign that there was more."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 class Form(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_keys(cls, value: Any) -> Any:
+        """Each key that is not known would be a fault of its own."""
+        if isinstance(value, dict) and len(value) > MOST_KEYS:
+            raise PydanticCustomError("too_many_keys", "it has {count} keys, and at most {most} are read", {"count": len(value), "most": MOST_KEYS})
+        return value
 
 
 class TextPart(Form):
@@ -40,7 +67,7 @@ class Message(Form):
     """`developer` is read as `system`. What an answer of this API has besides may come back with it."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MOST_PARTS)]
     name: Any = None
     refusal: None = None
     annotations: Annotated[list, Field(max_length=0)] | None = None
@@ -79,6 +106,12 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _few_biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MOST_BIASES:
+        raise PydanticCustomError("too_long", "it has {count} entries, and at most {most} are read", {"count": len(value), "most": MOST_BIASES})
+    return value
+
+
 WHOLE = BeforeValidator(_whole)  # JSON does not tell 5.0 from 5
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -104,7 +137,7 @@ class Request(Form):
     presence_penalty: Penalty = None
     seed: Annotated[int, Field(ge=-1, le=2**63 - 1), WHOLE] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
-    logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)] | None = None
+    logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_few_biases)] = Field(None, json_schema_extra={"maxProperties": MOST_BIASES})
     n: Literal[1] | None = None
     # Taken and ignored.
     user: Any = None
@@ -126,7 +159,9 @@ class Request(Form):
 
 
 class ChatRequest(Request):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    subject: ClassVar = "messages"
+
+    messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
     max_completion_tokens: Tokens = None
     response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
     logprobs: bool | None = None
@@ -143,6 +178,8 @@ class ChatRequest(Request):
 
 
 class TextRequest(Request):
+    subject: ClassVar = "prompt"
+
     prompt: Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=5), WHOLE] | None = None
     echo: Literal[False] | None = None
@@ -185,13 +222,18 @@ MORE_CHOICES = {"n": "one answer a request is given", "best_of": "one answer a r
 Kind = TypeVar("Kind", bound=Request)
 
 
-def read(kind: type[Kind], raw: bytes) -> Kind:
-    """The request that `raw` holds. Raises ApiError, which names the parameter that is wrong."""
+def read(kind: type[Kind], raw: bytes, most_messages: int) -> Kind:
+    """The request that `raw` holds. Raises ApiError, which names the parameter that is wrong.
+
+    `most_messages` is how many the window could hold if each had next to no text.
+    """
     body = _json(raw)
     if not isinstance(body, dict):
         raise ApiError(400, "the request's body must be a JSON object")
     body = _without_refused(body)
     if isinstance(body.get("messages"), list):
+        if (count := len(body["messages"])) > most_messages:
+            raise ApiError(400, f"messages: there are {count}, and the window holds {most_messages} at most, however short they are", "messages", "context_length_exceeded")
         body["messages"] = [_message(message, f"messages[{number}]") for number, message in enumerate(body["messages"])]
     try:
         request = kind.model_validate(body)
@@ -204,10 +246,25 @@ def read(kind: type[Kind], raw: bytes) -> Kind:
     return request
 
 
+def few_values(raw: bytes) -> bool:
+    """Whether no more than MOST_VALUES values are in the JSON of `raw`.
+
+    The marks that stand before values are counted: first all of them, for that is quick, then those outside texts.
+    """
+    if len(raw.translate(None, NO_MARKS + b'"')) <= MOST_VALUES:
+        return True
+    marks = raw.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, NO_MARKS)
+    if marks.count(b'"') > 4 * MOST_VALUES:  # a text is a value or the name of one, and stands between two
+        return False
+    return len(b"".join(marks.split(b'"')[::2])) <= MOST_VALUES
+
+
 def _json(raw: bytes) -> Any:
     def refuse(name: str):
         raise ValueError(f"{name} is not a JSON number")
 
+    if not few_values(raw):
+        raise ApiError(400, f"the request's body has more than {MOST_VALUES} values; shorten it", code="too_many_values")
     try:
         return json.loads(raw.decode("utf-8"), parse_constant=refuse)
     except UnicodeDecodeError:
@@ -245,9 +302,9 @@ def _as_api_error(kind: type[Form], error: ValidationError, body: dict) -> ApiEr
     faults = [(_param(fault, body), fault) for fault in error.errors(include_url=False, include_context=False, include_input=False)]
     begun = faults[0][0]
     param, fault = max((each for each in faults if each[0].startswith(begun)), key=lambda each: len(each[0]))
-    where = param or "the request's body"
+    where = shortened(param, LONGEST_NAME) or "the request's body"
     if fault["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(param, list(kind.model_fields), n=1)
+        close = difflib.get_close_matches(param[:LONGEST_NAME], list(kind.model_fields), n=1)
         return ApiError(400, f"{where}: no such parameter" + (f"; did you mean {close[0]}?" if close else ""), param, "unknown_parameter")
     if param in MORE_CHOICES:
         return ApiError(400, f"{where}: {MORE_CHOICES[param]}", param, "unsupported_parameter")
@@ -273,6 +330,7 @@ def _param(fault: dict, body: Any) -> str:
     return path
 
 
+@functools.cache
 def document(version: str) -> dict:
     """The OpenAPI document of the API."""
     schemas: dict[str, Any] = {"Error": _ERROR}

@@ -9,6 +9,7 @@ import numpy as np
 
 GREATEST_SEED = 0xFFFFFFFE  # 0xFFFFFFFF is llama.cpp's word for "any"
 WHOLE_ANSWER = 32768  # tokens: as far back as frequency and presence are counted
+NO_BYTE = 256  # in place of the first byte of a token without text
 CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 
 
@@ -52,14 +53,23 @@ class Logprob:
     top: list[tuple[int, float]]
 
 
+@dataclass(frozen=True)
+class FirstBytes:
+    """What the tokens of a vocabulary begin with: for each its first byte, or NO_BYTE, and the tokens that are a single byte."""
+
+    of: np.ndarray
+    single: np.ndarray
+
+
 class Sampler:
     """One answer's sampler chain in llama.cpp; used by the decode thread alone. Close it after use.
 
     Raises ValueError when the grammar cannot be read.
     """
 
-    def __init__(self, settings: Sampling, vocab, n_vocab: int):
+    def __init__(self, settings: Sampling, vocab, n_vocab: int, first_bytes: FirstBytes | None = None):
         self._n_vocab = n_vocab
+        self._first_bytes = first_bytes  # for a grammar
         self._top_logprobs = settings.top_logprobs
         self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
         self._grammar = None
@@ -99,14 +109,26 @@ class Sampler:
         alone["id"] = token
         self._apply(alone, self._grammar)
         if np.isneginf(alone["logit"][0]):
-            fitting = _candidates(logits)
-            self._apply(fitting, self._grammar)
+            fitting = self._fitting(logits)
             if np.isneginf(fitting["logit"]).all():
                 raise ValueError("no token fits the grammar")  # llama.cpp would end the process
             token = self._apply(fitting, self._chain)
         llama_cpp.llama_sampler_accept(self._grammar, token)
         llama_cpp.llama_sampler_accept(self._chain, token)
         return token
+
+    def _fitting(self, logits: np.ndarray) -> np.ndarray:
+        """The candidates that fit the grammar, and some with a logit of -inf that do not. Where a byte does not fit,
+        nor does what begins with it: mostly a few hundred tokens are left to be held against the grammar."""
+        everything = _candidates(logits)
+        single = everything[self._first_bytes.single]
+        single["logit"] = 0
+        self._apply(single, self._grammar)
+        open_bytes = np.ones(NO_BYTE + 1, bool)
+        open_bytes[self._first_bytes.of[single["id"]]] = ~np.isneginf(single["logit"])
+        fitting = everything[open_bytes[self._first_bytes.of]]
+        self._apply(fitting, self._grammar)
+        return fitting
 
     def _apply(self, candidates: np.ndarray, *samplers) -> int:
         """Runs samplers over the candidates; the id of the one they select, -1 where they only weigh."""

@@ -27,7 +27,7 @@ import uvicorn  # noqa: E402
 from gradio import http_server, networking  # noqa: E402
 from gradio.utils import cancel_tasks  # noqa: E402
 
-from . import __version__, address, texts, view  # noqa: E402
+from . import __version__, address, connections, texts, view  # noqa: E402
 from .config import ConfigError  # noqa: E402
 from .panel import Panel  # noqa: E402
 from .performance import Performance  # noqa: E402
@@ -41,6 +41,8 @@ SETTLED_SECONDS = 1.5  # then half as many do: each costs the browser 10 to 20 m
 LONG_CHAT = 40  # messages; beyond them the updates cost twice as much
 STATUS_SECONDS = 0.25  # between two looks at what an answer waits for
 IDLE_SECONDS = 0.02  # between two looks into Gradio's queue; its own 0.001 keeps a core busy
+MOST_SAMPLED, MOST_LENGTH = 24_000, 10**9  # characters that are counted of an unsent text, and that it may have
+LONGEST_SAMPLE = 6 * MOST_SAMPLED + 100  # as JSON, where one character takes six at most
 MANY = 200  # more open pages than one machine serves: the engine's queue is the one that counts
 
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "PingFang SC", "Microsoft YaHei", "Noto Sans CJK SC", "Noto Sans SC", "sans-serif"]
@@ -177,6 +179,7 @@ class ChatPage(gr.ChatInterface):
             quiet=True,
             **options,
         )
+        connections.bound(self.server.config)
         if server.share:
             self._share()
         return launched
@@ -240,8 +243,7 @@ class ChatPage(gr.ChatInterface):
     def _sized(self, sample: str, request: gr.Request) -> str:
         """How large the text in the box is, from samples of it; neither logged nor kept."""
         try:
-            given = json.loads(sample)
-            text = self.words(request).size(self.measure(given["samples"], given["length"]))
+            text = self.words(request).size(self.measure(*_sample(sample)))
             return f"<output>{html.escape(text)}</output>"
         except Exception:
             log.debug("a text was not counted")
@@ -413,6 +415,17 @@ def _parameters(
     max_tokens: int, max_turns: int, seed: int, request: gr.Request,
 ):
     """The parameters of /chat, under the names of preferences.KEYS."""
+
+
+def _sample(sent: str) -> tuple[list[str], int]:
+    """Samples of a text and its length, as page_text.js sends them. Raises ValueError where there are more."""
+    if len(sent) > LONGEST_SAMPLE:
+        raise ValueError("too long")
+    given = json.loads(sent)
+    samples, length = given["samples"], given["length"]
+    if type(length) is not int or not 0 <= length <= MOST_LENGTH or sum(map(len, samples)) > MOST_SAMPLED:
+        raise ValueError("out of range")
+    return samples, length
 
 
 def _kind(message: dict) -> str | None:

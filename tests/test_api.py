@@ -27,6 +27,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from test_engine import until
 
+from qwen_chat import connections
 from qwen_chat.api import Api
 from qwen_chat.config import Config
 from qwen_chat.conversation import Conversation
@@ -48,7 +49,10 @@ class Served:
         self.api = Api(bot.engine, bot.conversation, config)
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
-        self._server = uvicorn.Server(uvicorn.Config(self.api.app, log_level="warning", lifespan="off"))
+        options = uvicorn.Config(self.api.app, log_level="warning", lifespan="off")
+        options.load()
+        connections.bound(options)
+        self._server = uvicorn.Server(options)
         threading.Thread(target=lambda: asyncio.run(self._server.serve([self.socket])), daemon=True).start()
         until(lambda: self._server.started)
 

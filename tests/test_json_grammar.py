@@ -2,12 +2,15 @@
 
 import json
 
+import llama_cpp
+import numpy as np
 import pytest
 from test_engine import ask
 
 from qwen_chat import json_grammar
-from qwen_chat.json_grammar import SchemaError, from_schema
-from qwen_chat.sampling import Sampling
+from qwen_chat.json_grammar import MOST_SCHEMAS, MOST_TEXT, SchemaError, from_schema
+from qwen_chat.json_ways import MOST_WAYS, most_ways
+from qwen_chat.sampling import NO_BYTE, Sampling, _candidates
 
 TREE = {"$ref": "#/$defs/tree", "$defs": {"tree": {"type": "object", "properties": {"parts": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 1}}, "required": ["parts"]}}}
 
@@ -60,6 +63,15 @@ def test_any_object_is_json(bot):
         ({"allOf": [{}, {}]}, "schema.allOf: only one schema"),
         ({"anyOf": []}, "schema.anyOf: a list that is not empty"),
         ({"enum": list(range(501))}, "more than 500"),
+        ({"type": "object", "properties": {"a": {}}, "required": ["a"] * 90_000}, "schema.required: there are more than 500"),
+        ({"enum": ["x" * (MOST_TEXT // 2), "y" * (MOST_TEXT // 2)]}, f"more than {MOST_TEXT} characters"),
+        ({"properties": {"x" * MOST_TEXT: {}}}, f"more than {MOST_TEXT} characters"),
+        ({"anyOf": [{"items": {"items": {"items": {"items": {"items": {}}}}}}] * 450}, f"more than {MOST_SCHEMAS} schemas"),
+        ({"properties": {f"p{number}": {"maxLength": 1000} for number in range(11)}}, "schema.p10: minLength and maxLength are more than 10000"),
+        ({"properties": {f"p{number}": {"minItems": 1000} for number in range(11)}}, "minItems and maxItems are more than 10000"),
+        ({"properties": {f"p{number}": {} for number in range(MOST_WAYS + 1)}}, "more than 100 ways"),
+        ({"anyOf": [{"type": "string", "minLength": 1}] * (MOST_WAYS + 1)}, "more than 100 ways"),
+        ({"anyOf": [{"items": {"$ref": "#"}}, {"items": {"$ref": "#"}, "minItems": 1}]}, "more than 100 ways"),
         ({"type": "object", "required": ["x"]}, 'schema.required: "x" is not among the properties'),
         ({"type": "array", "minItems": 10**9}, "schema.minItems: a whole number from 0 to 1000"),
         ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength is above maxLength"),
@@ -84,5 +96,131 @@ def test_a_schema_nested_too_deeply_is_refused():
 
 
 def test_many_optional_properties_make_a_short_grammar():
-    schema = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(400)}}
-    assert len(from_schema(schema)) < 100_000
+    schema = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(MOST_WAYS - 1)}}
+    assert len(from_schema(schema)) < 20_000
+
+
+# In how many ways a text may be read
+
+
+def one_of(*options, **more) -> dict:
+    return {"anyOf": list(options), **more}
+
+
+def having(*required, **properties) -> dict:
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+def kind(name: str, **properties) -> dict:
+    return having("kind", *properties, kind={"const": name}, **properties)
+
+
+HERE = {"$ref": "#"}
+INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    "schema, ways",
+    [
+        ({}, 1),
+        (INTEGER, 1),
+        ({"enum": ["a", "b", 1, {"a": 1}]}, 1),
+        (one_of(INTEGER, TEXT, {"type": "null"}, {"type": "array"}, {"type": "object"}), 1),
+        (one_of(INTEGER, {"type": "number"}), 2),
+        (one_of(TEXT, {"const": "a"}, {"format": "date"}), 3),
+        (one_of({"const": "a"}, {"enum": ["b", "c"]}), 2),
+        (one_of({"const": "a"}, {"enum": ["a", "c"]}), 2),
+        (one_of({}, {"type": "null"}), 2),
+        (having(a=TEXT, b=TEXT, c=TEXT), 4),
+        (having("a", "b", "c", a=TEXT, b=TEXT, c=TEXT), 1),
+        (having("c", a=TEXT, b=TEXT, c=TEXT), 3),
+        (one_of(having("a", a=INTEGER), having("a", a=INTEGER, b=TEXT)), 3),
+        (one_of(*(kind(name, x=INTEGER) for name in "abcdefgh")), 8),
+        (one_of(*(having(name, **{name: INTEGER}) for name in "abcdefgh")), 8),
+        ({"items": one_of(*(kind(name, x=one_of(INTEGER, {"type": "number"})) for name in "ab"))}, 2),
+        ({"items": {"items": one_of({"items": INTEGER}, {"items": TEXT})}}, 2),
+        ({"allOf": [one_of({"items": INTEGER}, {"items": TEXT})]}, 2),
+        ({**having("a", a=TEXT), "additionalProperties": TEXT}, 2),
+        ({**having("a", a=TEXT), "additionalProperties": INTEGER}, 1),
+    ],
+)
+def test_the_ways_of_reading_are_counted(schema, ways):
+    from_schema(schema)
+    assert most_ways(schema) == ways
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        having("value", "next", value=INTEGER, next=one_of(HERE, {"type": "null"})),
+        {"items": HERE},
+        {"additionalProperties": HERE},
+        one_of(kind("sum", left=HERE, right=HERE), kind("number", value=INTEGER)),
+        one_of(having("sum", sum={"items": HERE}), having("product", product={"items": HERE}), INTEGER),
+        {"$ref": "#/$defs/a", "$defs": {"a": {"items": {"$ref": "#/$defs/b"}}, "b": having("a", "n", a={"$ref": "#/$defs/a"}, n=one_of(INTEGER, {"type": "number"}))}},
+    ],
+)
+def test_a_schema_that_refers_to_itself_is_followed_where_it_is_clear(schema):
+    from_schema(schema)
+    assert most_ways(schema) <= 2
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        one_of({"items": HERE}, {"items": HERE, "maxItems": 2}),
+        one_of(having("a", a=HERE), having("a", a=HERE, b=TEXT)),
+        one_of(kind("x", a=HERE), kind("x", a=HERE, b=TEXT)),
+        one_of(kind("x", a=HERE), having("kind", kind=TEXT, a=HERE)),
+        {**having("a", a=HERE), "additionalProperties": HERE},
+        {"$ref": "#/$defs/a", "$defs": {"a": one_of({"items": {"$ref": "#/$defs/b"}}, {"items": {"$ref": "#/$defs/b"}}), "b": having("a", a={"$ref": "#/$defs/a"})}},
+        {"$ref": "#/$defs/0", "$defs": {str(number): one_of(*[{"items": {"$ref": f"#/$defs/{number + 1}"}}] * 2) if number < 9 else INTEGER for number in range(10)}},
+    ],
+)
+def test_ways_that_multiply_are_refused(schema):
+    with pytest.raises(SchemaError, match="more than 100 ways"):
+        from_schema(schema)
+
+
+# What is held against a grammar
+
+
+WRITTEN = ["", " ", "{", '{"', '{"kind": "', '{"kind":"cat","legs":', '{"kind":"cat","legs":4', '["', '["a', '["春', '"20', "-", "nul"]
+SCHEMAS = [
+    {},
+    {"type": "object", "properties": {"kind": {"enum": ["cat", "car", "鸟", "鸭", "a\\"]}, "legs": INTEGER, "tame": {"type": "boolean"}}, "required": ["kind"]},
+    {"type": "array", "items": {"enum": ["a", "ab", "abc", "春天", "春", "😀", ""]}},
+    {"format": "date"},
+    {"type": ["number", "null"]},
+]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_only_what_begins_with_a_fitting_byte_is_held_against_a_grammar(bot, schema):
+    model, chance = bot.engine.model, np.random.default_rng(1)
+    for written in WRITTEN:
+        sampler = model.sampler(Sampling(grammar=from_schema(schema)))
+        try:
+            for token in model.tokenize(written):
+                one = _candidates(np.zeros(model.n_vocab, np.float32))[[token]]
+                sampler._apply(one, sampler._grammar)
+                if np.isneginf(one["logit"][0]):
+                    break
+                llama_cpp.llama_sampler_accept(sampler._grammar, token)
+            else:
+                logits = chance.normal(size=model.n_vocab).astype(np.float32)
+                everything = _candidates(logits)
+                sampler._apply(everything, sampler._grammar)
+                fitting = sampler._fitting(logits)
+                assert np.array_equal(fitting[~np.isneginf(fitting["logit"])], everything[~np.isneginf(everything["logit"])])
+                assert written or len(fitting) < model.n_vocab / 20
+        finally:
+            sampler.close()
+
+
+def test_the_first_bytes_of_tokens(bot):
+    model = bot.engine.model
+    for token in [*range(300), *range(model.n_vocab - 300, model.n_vocab)]:
+        piece = model.piece(token)
+        assert model.first_bytes.of[token] == (piece[0] if piece and not model.is_end(token) else NO_BYTE)
+    assert all(len(model.piece(int(token))) == 1 for token in model.first_bytes.single)
