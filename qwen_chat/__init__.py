@@ -9,3 +9,6 @@ __version__ = "0.1.0"
 # halves the speed of a quiet machine. Spinning for a few microseconds first costs neither (measured on two
 # cores). OpenMP reads this when it is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+# The hub's client would tell what this program runs with and under, and fetch a list for that from huggingface.co,
+# also where config.yaml names only a mirror. It reads this when it is imported.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

@@ -105,8 +105,6 @@ def transport():
     """What the hub's client sends its requests with. Raises ProxyError where a request's proxy cannot be used."""
     import httpx2  # the hub's HTTP library
 
-    leave_out_unusable()
-
     class Transport(httpx2.BaseTransport):
         def __init__(self):
             self._certificates = httpx2.create_ssl_context()
@@ -115,23 +113,25 @@ def transport():
         def handle_request(self, request):
             proxy = for_address(str(request.url))
             if proxy not in self._by_proxy:
-                self._by_proxy[proxy] = _checked(proxy, partial(httpx2.HTTPTransport, verify=self._certificates))
+                self._by_proxy[proxy] = self._made(proxy)
             return self._by_proxy[proxy].handle_request(request)
+
+        def _made(self, proxy: str | None) -> httpx2.HTTPTransport:
+            try:
+                return httpx2.HTTPTransport(verify=self._certificates, proxy=proxy)
+            except ImportError:
+                how = f"{sys.executable} -m pip install socksio"
+                raise ProxyError(f"a package is missing for the SOCKS proxy ({_shown(proxy)}; {how})") from None
+            except (ValueError, httpx2.InvalidURL):
+                allowed = "allowed: http://, https:// or socks5://, host and port"
+                raise ProxyError(f"the proxy cannot be used ({_shown(proxy)}; {allowed})") from None
 
         def close(self):
             for each in self._by_proxy.values():
                 each.close()
 
+    leave_out_unusable()
     return Transport()
-
-
-def _checked(proxy: str | None, make):
-    try:
-        return make(proxy=proxy)
-    except ImportError:
-        raise ProxyError(f"a package is missing for the SOCKS proxy ({_shown(proxy)}; {sys.executable} -m pip install socksio)") from None
-    except ValueError:
-        raise ProxyError(f"the proxy cannot be used ({_shown(proxy)}; allowed: http://, https:// or socks5://, host and port)") from None
 
 
 def leave_out_unusable() -> None:
@@ -142,8 +142,10 @@ def leave_out_unusable() -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     uses = {"SSL_CERT_FILE": context.load_verify_locations, "SSLKEYLOGFILE": partial(setattr, context, "keylog_filename")}
     for name, use in uses.items():
+        file = os.environ.get(name)
         try:
-            if os.environ.get(name):
-                use(os.environ[name])
+            if file:
+                use(file)
         except OSError as error:
-            log.warning("%s is not used: %s: %s", name, os.environ.pop(name), error.strerror or error)
+            os.environ.pop(name, None)
+            log.warning("%s is not used: %s: %s", name, file, error.strerror or error)

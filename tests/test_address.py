@@ -4,6 +4,7 @@ import errno
 import socket
 
 import pytest
+from browser import PATIENCE, Program
 
 from qwen_chat import address
 
@@ -122,3 +123,9 @@ def test_nothing_stays_open_after_a_refusal(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(address.AddressError):
         address.sockets("::", other.getsockname()[1])
     assert all(each.fileno() == -1 for each in made)
+
+
+def test_an_address_that_is_lost_between_the_check_and_the_start(small_model, tmp_path):
+    program = Program(tmp_path, patch="pass", model={"path": str(small_model)}, server={"host": "192.0.2.77"})  # with a patch, it is not checked
+    assert program.process.wait(PATIENCE) == 2
+    assert "192.0.2.77" in program.log and "cannot be used" in program.log and "Traceback" not in program.log

@@ -145,6 +145,7 @@ def test_a_proxy_that_refuses_is_named_and_the_page_is_not_told_which(monkeypatc
 
 @pytest.mark.parametrize("proxy, words", [
     (f"socks5://me:s3cret@{DEAD}", "a package is missing for the SOCKS proxy (socks5://127.0.0.1:9; {python} -m pip install socksio)"),
+    ("http://me:s3cret@127.0.0.1:::1", "the proxy cannot be used (http://127.0.0.1:::1; allowed: http://, https:// or socks5://, host and port)"),
     (f"foo://me:s3cret@{DEAD}", "the proxy cannot be used (foo://127.0.0.1:9; allowed: http://, https:// or socks5://, host and port)"),
 ])
 def test_a_proxy_that_cannot_be_used_is_told_in_a_sentence(monkeypatch, caplog, proxy, words):
@@ -259,23 +260,26 @@ def ipv6() -> bool:
         return False
 
 
-def test_the_program_fetches_its_weights_through_the_proxy(small_model, tmp_path, monkeypatch):
+def test_the_program_fetches_its_weights_through_the_proxy_and_asks_it_for_a_tunnel(small_model, tmp_path, monkeypatch):
     content = small_model.read_bytes()
     endpoint = Hub(content=content)
     with serving(Proxy(endpoint.server_port)) as proxy:
         monkeypatch.setenv("HTTP_PROXY", proxy.address("me:s3cret@"))
+        monkeypatch.setenv("HTTPS_PROXY", proxy.address("me:s3cret@"))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
         wanted = {"repo_id": "someone/tiny", "filename": "tiny.gguf", "revision": COMMIT, "sha256": hashlib.sha256(content).hexdigest(),
                   "endpoints": ["http://hub.invalid"], "fallbacks": []}
-        program = Program(tmp_path, model=wanted, runtime={"n_ctx": 1024, "parallel": 1, "cache_mb": 0})
+        program = Program(tmp_path, model=wanted, runtime={"n_ctx": 1024, "parallel": 1, "cache_mb": 0}, server={"share": True})
         try:
             program.until_up()
             until(lambda: "the page is at" in program.log)
             assert program.health()[1]["model"] == "tiny"
-            assert "s3cret" not in program.log
+            assert "there is no public address: 501 Not Implemented" in program.log
+            assert "s3cret" not in program.log and "Traceback" not in program.log
         finally:
             assert program.end() == 0, program.log
             endpoint.shutdown()
             endpoint.server_close()
-    assert {path.partition("/someone")[0].rstrip("/") for _, path, _ in proxy.seen} == {"http://hub.invalid"}
+    hosts = {path.partition("/someone")[0].rstrip("/") for _, path, _ in proxy.seen}
+    assert hosts == {"http://hub.invalid", "api.gradio.app:443"}  # and nobody else is told anything
