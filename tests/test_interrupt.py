@@ -21,7 +21,7 @@ from browser import PATIENCE, until
 from test_weights import COMMIT, SHA256, Hub
 
 from qwen_chat import child, interrupt
-from qwen_chat.model import read_shape
+from qwen_chat.gguf import read_shape
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")

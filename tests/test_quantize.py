@@ -17,7 +17,8 @@ import pytest
 from qwen_chat import __main__ as tools
 from qwen_chat import interrupt, quantize, samples, weights
 from qwen_chat.config import Config, Model, Runtime
-from qwen_chat.model import Gguf, ModelError
+from qwen_chat.gguf import Gguf
+from qwen_chat.model import ModelError
 from qwen_chat.offline import FTYPES, TYPES, Activations, Scorer, tensor_types, quantize as llama_quantize
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from qwen_chat import config, interrupt, proxies, weights
+from qwen_chat import config, folders, interrupt, proxies, weights
 
 CONTENT = b"GGUF" + bytes(range(256)) * 200
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -731,7 +731,7 @@ def test_ctrl_c_in_a_transfer_keeps_what_came_for_the_next_start(hub):
     finally:
         signal.signal(signal.SIGINT, before)
         interrupt._asked.clear()
-    cache = weights._cache() / "weights"
+    cache = folders.cache() / "weights"
     assert list(cache.glob("*.gguf")) == [] and next(cache.glob("*.part")).stat().st_size >= 9_000
     assert weights.find(model(endpoint.url)).path.read_bytes() == CONTENT
     assert endpoint.gets()[-1]["Range"] in ("bytes=9000-", "bytes=10000-")
