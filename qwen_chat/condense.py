@@ -251,7 +251,9 @@ class Condenser:
 
         try:
             tokens = self._recall(ahead.gone, words)
-            self._noting[owner] = self._engine.stream(tokens, STEADY, NOTE - 16, owner=object(), on_end=written, keep=False, told=False)
+            self._noting[owner] = self._engine.stream(
+                tokens, STEADY, NOTE - 16, owner=object(), on_end=written, keep=False, told=False
+            )
         except (EngineError, TooLong):
             log.debug("no note was written")
 
