@@ -323,7 +323,9 @@ class Engine:
         self.start()
         reply = Reply(self, len(prompt))
         reply.stats.aside = not keep
-        task = _Task(reply, prompt, sampling, max_tokens, list(stop), owner, client, trimmed, list(follow), on_end, keep)
+        task = _Task(
+            reply, prompt, sampling, max_tokens, list(stop), owner, client, trimmed, list(follow), on_end, keep
+        )
         with self._news:
             if self.error or self._closing:
                 raise EngineError(f"the engine has ended: {self.error or 'it was closed'}")
@@ -743,7 +745,7 @@ class Engine:
 
 def _busy(limit: str, n_open: int) -> Busy:
     if limit == "share":
-        return Busy("as many of your requests as may are running or waiting; try again when one has ended", own_share=True)
+        return Busy("as many of your requests as may are running or waiting; try again when one has ended", True)
     return Busy(f"as many answers as may are running or waiting ({n_open}); try again in a moment")
 
 

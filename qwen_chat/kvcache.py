@@ -130,9 +130,9 @@ class KVCache:
     @property
     def used_cells(self) -> int:
         """How many cells hold a token, those that sequences share counted once. From any thread."""
-        sequences = [*self.slots, self.opening]
-        named = [(len(sequence.tokens), sequence.cells[:]) for sequence in sequences]
-        return len({cell for _, cells in named for cell in cells}) + sum(max(0, size - len(cells)) for size, cells in named)
+        held = [(len(sequence.tokens), sequence.cells[:]) for sequence in [*self.slots, self.opening]]
+        named = {cell for _, cells in held for cell in cells}
+        return len(named) + sum(max(0, size - len(cells)) for size, cells in held)
 
     @property
     def parked_bytes(self) -> int:

@@ -38,7 +38,7 @@ class Line:
         self.running = 0
 
     def limit_met(self, client) -> str | None:
-        """What keeps one more request of `client` from joining: "line", all of it is taken; "share", theirs is; or None."""
+        """What keeps one more request of `client` from joining: "line", all of it is taken; "share", theirs is; None."""
         idle = self._parallel - self.running  # so many of those who wait are about to run
         waiting = self.waiting + 1 - idle
         if waiting <= 0:

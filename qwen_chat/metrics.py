@@ -53,14 +53,14 @@ class Metrics:
     def collect(self):
         """What is looked up at each scrape; called by the registry."""
         engine, cache = self._engine, self._engine.cache
-        yield CounterMetricFamily("qwen_chat_rejections", "Requests that were told that the line is full", value=engine.rejected)
+        yield CounterMetricFamily("qwen_chat_rejections", "Requests that met a full line", value=engine.rejected)
         yield CounterMetricFamily("process_cpu_seconds", "Processor time used", value=self._usage.cpu_seconds())
-        opening = len(cache.opening) if cache else 0
+        opening, used = (len(cache.opening), cache.used_cells) if cache else (0, 0)
         gauges = {
             "qwen_chat_ready": ("Whether the model answers", int(engine.state.phase == "ready")),
             "qwen_chat_running": ("Answers being computed", engine.running),
             "qwen_chat_waiting": ("Requests in line", engine.waiting),
-            "qwen_chat_kv_cells_used": ("Tokens that the KV cache holds, shared ones once", cache.used_cells if cache else 0),
+            "qwen_chat_kv_cells_used": ("Tokens that the KV cache holds, shared ones once", used),
             "qwen_chat_kv_cells": ("Tokens that the KV cache can hold", engine.n_ctx * engine.runtime.parallel + opening),
             "qwen_chat_parked_bytes": ("Memory of conversations that pause", cache.parked_bytes if cache else 0),
             "process_resident_memory_bytes": ("Resident memory", self._usage.memory()),

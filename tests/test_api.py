@@ -531,7 +531,7 @@ def test_fifty_clients_at_once_are_answered_or_sent_away(api, ended):
         thread.join(120)
     api.idle()
     answered, busy = statuses.count(200), statuses.count(429)
-    assert answered + busy == 50 and answered >= 20
+    assert answered + busy == 50 and answered >= 10  # one person alone may fill half of the line
     assert api.engine.rejected - rejected == busy and len(ended) == answered
 
 

@@ -201,6 +201,17 @@ def test_a_recurrent_state_is_reused_whole_or_not_at_all():
     assert serve(cache, memory, SYSTEM + turn(1) + turn(4), owner="a") == 20
 
 
+def test_a_recurrent_state_that_is_cut_is_empty():
+    cache, memory = make(can_shift=False, can_cut=False)
+    serve(cache, memory, SYSTEM + turn(1))
+    slot = max(cache.slots, key=len)
+    cache.cut(slot, 100)
+    assert len(slot) == 60
+    cache.cut(slot, 30)
+    assert len(slot) == 0
+    check(cache, memory)
+
+
 def test_afresh_reuses_the_opening_alone():
     cache, memory = make()
     serve(cache, memory, SYSTEM + turn(1))

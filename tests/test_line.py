@@ -37,7 +37,9 @@ def order(line: Line) -> list[Request]:
     return begun
 
 
-@pytest.mark.parametrize("parallel, size, alone", [(1, 0, 1), (1, 1, 2), (2, 2, 3), (2, 3, 4), (2, 16, 10), (4, 64, 36)])
+@pytest.mark.parametrize(
+    "parallel, size, alone", [(1, 0, 1), (1, 1, 2), (2, 2, 3), (2, 3, 4), (2, 16, 10), (4, 64, 36)]
+)
 def test_one_person_alone_has_half_of_the_line_and_everybody_else_a_place(parallel, size, alone):
     line = Line(parallel, size)
     assert len(fill(line, "greedy")) == alone

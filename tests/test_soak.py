@@ -51,7 +51,8 @@ class Person:
         if kind < 0.15:
             return plain(self.bot, self.text(3), client=self.client, keep=kind > 0.05)
         stop = {"stop": [stop]} if stop else {}
-        return ask(self.bot, self.messages, sampling, self.chance.randint(1, 4), owner=self.number, client=self.client, **stop)
+        who = {"owner": self.number, "client": self.client}
+        return ask(self.bot, self.messages, sampling, self.chance.randint(1, 4), **who, **stop)
 
     def request(self) -> None:
         luck = self.chance.random()

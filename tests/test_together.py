@@ -1,9 +1,9 @@
 """Nobody's answer depends on what others ask: whatever goes on beside it, it is what the model says to it alone.
 
-To the last bit it is not. llama.cpp adds up what a token attends to in the order in which it lies in the cache, and from
-64 tokens in a step on in other code: the same tokens computed in other steps, or in cells that others had before, give
-logits that differ by up to 0.6 here (measured: 0 where neither changes). So every token must be as good as the likeliest
-but for ROUNDING, with all before it computed anew by itself, and so must be the logits of whatever the cache holds.
+To the last bit it is not. llama.cpp adds up what a token attends to in the order in which it lies in the cache, and
+from 64 tokens in a step on in other code: the same tokens computed in other steps, or in cells that others had before,
+give logits that differ by up to 0.6 here (measured: 0 where neither changes). So every token must be as good as the
+likeliest but for ROUNDING, with all before it computed anew by itself, and so must be the logits of all that is cached.
 """
 
 import threading
@@ -57,7 +57,7 @@ TALKS = st.lists(st.lists(TURNS, min_size=1, max_size=3).map(tuple), min_size=2,
 
 def ask(bot, messages: list[dict], turn: Turn, **options):
     prompt = bot.conversation.prompt(messages)
-    assert not prompt.dropped  # what turns that are out of view have left in the cache may show, to their own conversation
+    assert not prompt.dropped  # turns out of view may still show in the cache, to their own conversation alone
     stop = [turn.stop] if turn.stop else []
     return bot.engine.stream(prompt.tokens, turn.sampling, turn.max_tokens, stop, follow=prompt.follow, **options)
 
@@ -100,7 +100,8 @@ def logits(model, seq: int, tokens, start: int) -> np.ndarray:
     """The logits after the last of `tokens`, of which those from `start` on are computed."""
     chunk = tokens[start:]
     assert model.decode([(seq, start, chunk, True)]) == 0
-    return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(model._context, len(chunk) - 1), (model.n_vocab,)).copy()
+    pointer = llama_cpp.llama_get_logits_ith(model._context, len(chunk) - 1)
+    return np.ctypeslib.as_array(pointer, (model.n_vocab,)).copy()
 
 
 def assert_cached_as_computed_anew(bot) -> None:
