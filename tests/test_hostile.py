@@ -421,7 +421,12 @@ def test_what_the_page_does_not_send_is_not_counted(sent):
 
 @pytest.fixture(scope="module")
 def page(small_model, tmp_path_factory):
-    patch = "from qwen_chat import connections\nconnections.IDLE_SECONDS = 0.5"
+    patch = """
+        import gradio
+        from qwen_chat import connections
+        connections.IDLE_SECONDS = 0.5
+        gradio.Chatbot.preprocess = gradio.Chatbot.postprocess = None  # which look at every message at every update
+    """
     program = Program(tmp_path_factory.mktemp("program"), patch, model={"path": str(small_model)}, runtime={"n_ctx": 512}, generation={"max_tokens": 64})
     yield program.until_up()
     assert program.end() == 0
@@ -442,6 +447,47 @@ def test_what_is_sent_to_the_page_is_bounded(page):
         assert post(f"/gradio_api/{path}", b"{}") == 404
     assert post("/gradio_api/queue/join", b'{"data": [], "fn_index": 0}') == 400  # Gradio itself answers: there is no session
     assert page.health()[0] == 200
+
+
+def message(role: str, text: str) -> dict:
+    return {"role": role, "content": [{"type": "text", "text": text}], "metadata": None, "options": None}
+
+
+def updates(page, chat) -> list[dict]:
+    """What comes back for a chat that a page sends."""
+    def request(method: str, path: str, body=None) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=120)
+        connection.request(method, path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
+        return connection.getresponse()
+
+    config = json.load(request("GET", "/config"))
+    values = {component["id"]: component["props"].get("value") for component in config["components"]}
+    event = next(each for each in config["dependencies"] if each["backend_fn"] and each["outputs"] == each["inputs"][:1] and each["queue"] is not False)
+    data = [chat, *(values[each] for each in event["inputs"][1:])]
+    request("POST", "/gradio_api/queue/join", {"data": data, "fn_index": event["id"], "session_hash": "s"})
+    lines = request("GET", "/gradio_api/queue/data?session_hash=s").read().decode().split("\n\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line]
+
+
+def test_a_long_chat_is_not_looked_through_at_every_update(page):
+    chat = [message(role, "Hi.") for _ in range(200) for role in ("user", "assistant")]
+    last = [each for each in updates(page, [*chat, message("user", "Tell me about the sea.")]) if each["msg"] == "process_completed"][-1]
+    assert last["success"] and len(last["output"]["data"][0]) == 402 and last["output"]["data"][0][-1]["content"][0]["text"]
+
+
+def test_two_hundred_open_pages_leave_room(page):
+    """Each holds two connections as long as it is open."""
+    held = [socket.create_connection(("127.0.0.1", page.port), 120) for _ in range(400)]
+    for number, connection in enumerate(held):
+        connection.sendall(f"GET /gradio_api/heartbeat/page{number} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    for connection in held:
+        read_until(connection, b"ALIVE")
+    assert updates(page, [message("user", "Tell me about the sea.")])[-2]["success"]
+    for connection in held:
+        connection.setblocking(False)
+        with pytest.raises(BlockingIOError):  # still open, with nothing to read
+            connection.recv(1)
+        connection.close()
 
 
 def test_the_pages_server_waits_for_no_header(page):
