@@ -13,7 +13,7 @@ from test_api import LONG, PLAIN, api, api_bot, ended, read_until, refused, serv
 from test_engine import until
 
 from qwen_chat import connections, gate, openai_form
-from qwen_chat.engine import Busy
+from qwen_chat.engine import Busy, EngineError
 from qwen_chat.openai_form import MOST_BIASES, MOST_KEYS, MOST_PARTS, MOST_VALUES, few_values
 from qwen_chat.ui import LONGEST_SAMPLE, MOST_LENGTH, MOST_SAMPLED, _sample
 
@@ -51,6 +51,10 @@ def test_values_are_counted_and_texts_are_not_looked_into(monkeypatch, raw, valu
     assert few_values(raw)
     monkeypatch.setattr(openai_form, "MOST_VALUES", values // 2)
     assert not few_values(raw) or values == 1
+
+
+def test_quotes_alone_are_not_taken_apart():
+    assert not few_values(b'"' + b"," * (MOST_VALUES + 1) + b'"' * 4 * MOST_VALUES)
 
 
 @pytest.mark.parametrize("element", [b"1", b"{}", b"[]", b'""', b'{"a":1}', b'"a,"', b"[[[[[["])
@@ -135,7 +139,7 @@ def test_of_a_text_that_is_far_too_long_only_the_beginning_is_split(api, split, 
         split.clear()
         error = refused(api.post(None, path, raw=json.dumps(body, ensure_ascii=False).encode()))
         assert error["code"] == "context_length_exceeded"
-        assert sum(split) <= 140_000  # 512 tokens, the longest of which are 128 spaces, and twice the slack
+        assert sum(split) <= 60_000  # 512 tokens, the longest of which are 64 spaces
 
 
 def test_a_text_that_fits_is_not_refused_for_its_length(api):
@@ -145,12 +149,15 @@ def test_a_text_that_fits_is_not_refused_for_its_length(api):
 def test_an_error_does_not_repeat_what_was_sent(api):
     long = "k" * 900_000
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+    deep: dict = {"pattern": "x"}
+    for _ in range(100):
+        deep = {"properties": {"a name of some length": deep}}
     for change in (
         {long: 1},
         {"messages": [{"role": "user", "content": "x", long: 1}]},
         {"logit_bias": {long: 1}},
         *({"response_format": {**schema, "json_schema": {"name": "x", "schema": each}}} for each in (
-            {long: 1}, {"type": long}, {"$ref": f"#/{long}"}, {"properties": {}, "required": [long]}, {"properties": {long[:90_000]: {"a": 1}}},
+            {long: 1}, {"type": long}, {"$ref": f"#/{long}"}, {"properties": {}, "required": [long]}, {"properties": {long[:90_000]: {"a": 1}}}, deep,
         )),
     ):
         answer = api.post({**PLAIN, **change})
@@ -265,6 +272,18 @@ def test_whoever_is_cut_off_is_told_the_same(make_bot, serve):
     assert said[1].startswith("HTTP/1.1 503 ") and "retry-after: " in said[1].lower() and "[DONE]" not in said[0] + said[2]
     status, headers, body = server.post(PLAIN)
     assert status == 503 and int(headers["retry-after"]) > 0 and body["error"] == errors[0]
+
+
+def test_a_request_that_meets_the_end_is_told_so(api, monkeypatch):
+    def ends(*_, **__):
+        raise EngineError("the engine has ended: it was closed")
+
+    monkeypatch.setattr(api.engine, "stream", ends)
+    status, headers, body = api.post(PLAIN)
+    assert status == 503 and body["error"]["code"] == "shutting_down" and int(headers["retry-after"]) > 0
+    monkeypatch.setattr(api.engine, "error", RuntimeError("broken"))
+    status, headers, body = api.post(PLAIN)
+    assert status == 503 and body["error"]["code"] == "not_ready" and "broken" in body["error"]["message"] and "retry-after" not in headers
 
 
 # Connections
