@@ -33,8 +33,8 @@ from .shapes import ChatShape, Shape, TextShape
 KEEP_ALIVE_SECONDS = 10  # between two signs of life of a stream that waits
 RETRY_LOADING = 5  # seconds; also while the program ends, for it may be started anew
 LEAST_TOKENS = 2  # of a message: what begins it, and its text
-SLICE = 8000  # characters that are split into tokens at once, of a text that is probably too long
-SLACK = 16  # tokens that a slice may have more by itself than within its text
+SLICE = 4000  # characters that are split into tokens at once, of a text that is probably too long
+SLACK = 4  # tokens that a slice may have more by itself than within its text; 1.4 were seen
 WORDY = 8  # characters a token, more than texts have
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repeat_penalty", "repeat_last_n", "frequency_penalty", "presence_penalty")
 
@@ -209,9 +209,10 @@ class Api:
         if length <= WORDY * n_ctx:
             return
         tokens = least = seen = 0
-        for part in (text[start : start + SLICE] for text in texts for start in range(0, len(text), SLICE)):
+        for text, start in ((text, start) for text in texts for start in range(0, len(text), SLICE)):
+            part = text[start : start + SLICE]
             count, seen = self.conversation.count(part), seen + len(part)
-            tokens, least = tokens + count, least + count - SLACK
+            tokens, least = tokens + count, least + count - (SLACK if start else 0)
             if least > n_ctx:
                 raise TooLong(tokens * length // seen, n_ctx - 1)
 
@@ -220,8 +221,8 @@ class Api:
             return self.engine.stream(**what)
         except Busy as error:
             raise ApiError(429, str(error), code="busy", headers={"Retry-After": str(RETRY_BUSY)})
-        except EngineError as error:
-            raise self._ended() if self.engine.state.phase in ("failed", "closed") else ApiError(503, str(error), code="not_ready")
+        except EngineError:  # it was ready a moment ago
+            raise self._ended()
 
     def _check_ready(self) -> None:
         state = self.engine.state

@@ -40,6 +40,7 @@ UPDATE_SECONDS = 0.05  # between two updates of a growing answer, at first
 SETTLED_SECONDS = 1.5  # then half as many do: each costs the browser 10 to 20 ms, maybe on the cores that compute
 LONG_CHAT = 40  # messages; beyond them the updates cost twice as much
 STATUS_SECONDS = 0.25  # between two looks at what an answer waits for
+AS_SENT = {"preprocess": False, "postprocess": False}  # else Gradio looks through all messages at every update
 IDLE_SECONDS = 0.02  # between two looks into Gradio's queue; its own 0.001 keeps a core busy
 MOST_SAMPLED, MOST_LENGTH = 24_000, 10**9  # characters that are counted of an unsent text, and that it may have
 LONGEST_SAMPLE = 6 * MOST_SAMPLED + 100  # as JSON, where one character takes six at most
@@ -75,7 +76,7 @@ def notice(text: str) -> dict:
 
 def _message(role: str, text: str, metadata: dict | None = None) -> dict:
     # The text in a part of its own: a bare string would lose its indentation on the way.
-    return {"role": role, "content": [{"type": "text", "text": text}], "metadata": metadata}
+    return {"role": role, "content": [{"type": "text", "text": text}], "metadata": metadata, "options": None}
 
 
 def turns(chat: list[dict]) -> list[dict]:
@@ -272,7 +273,7 @@ class ChatPage(gr.ChatInterface):
         announced = self.load(self._announce, None, [self.banner, self.about], **self._quiet())
         self.load(None, None, [box, chat], js="chatPage.restore")
         if self.typed:
-            self.typing.click(self._typed, [box, chat, *self.panel.inputs], None, queue=False, trigger_mode="always_last", **self._quiet())
+            self.typing.click(self._typed, [box, chat, *self.panel.inputs], None, queue=False, trigger_mode="always_last", **self._quiet(), **AS_SENT)
         self.sizing.click(self._sized, [box], [self.size], js="chatText.sample", queue=False, trigger_mode="always_last", **self._quiet())
         self.view_tab.select(None, js="chatPage.watch", api_visibility="private")
         self.chat_tab.select(None, js="chatPage.rest", api_visibility="private")
@@ -283,11 +284,11 @@ class ChatPage(gr.ChatInterface):
     def _put(self, event: Callable, fn: Callable):
         """For what the browser cannot put into the chat by itself: `fn` returns the chat that is to be answered."""
         event(None, None, [self.textbox], js="chatPage.begin")
-        put = event(fn, [self.chatbot], [self.chatbot], queue=False, **self._quiet())
+        put = event(fn, [self.chatbot], [self.chatbot], queue=False, **self._quiet(), **AS_SENT)
         return put.then(None, [self.chatbot], None, js="chatPage.drawn")
 
     def _streamed(self, chat) -> dict:
-        return {"outputs": [chat], "concurrency_limit": None, "show_progress": "hidden", "api_visibility": "private"}
+        return {"outputs": [chat], **self._quiet(), **AS_SENT}
 
     def _quiet(self) -> dict:
         return {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}

@@ -13,7 +13,7 @@ from test_api import LONG, PLAIN, api, api_bot, ended, read_until, refused, serv
 from test_engine import until
 
 from qwen_chat import connections, gate, openai_form
-from qwen_chat.engine import Busy
+from qwen_chat.engine import Busy, EngineError
 from qwen_chat.openai_form import MOST_BIASES, MOST_KEYS, MOST_PARTS, MOST_VALUES, few_values
 from qwen_chat.ui import LONGEST_SAMPLE, MOST_LENGTH, MOST_SAMPLED, _sample
 
@@ -51,6 +51,10 @@ def test_values_are_counted_and_texts_are_not_looked_into(monkeypatch, raw, valu
     assert few_values(raw)
     monkeypatch.setattr(openai_form, "MOST_VALUES", values // 2)
     assert not few_values(raw) or values == 1
+
+
+def test_quotes_alone_are_not_taken_apart():
+    assert not few_values(b'"' + b"," * (MOST_VALUES + 1) + b'"' * 4 * MOST_VALUES)
 
 
 @pytest.mark.parametrize("element", [b"1", b"{}", b"[]", b'""', b'{"a":1}', b'"a,"', b"[[[[[["])
@@ -135,7 +139,7 @@ def test_of_a_text_that_is_far_too_long_only_the_beginning_is_split(api, split, 
         split.clear()
         error = refused(api.post(None, path, raw=json.dumps(body, ensure_ascii=False).encode()))
         assert error["code"] == "context_length_exceeded"
-        assert sum(split) <= 140_000  # 512 tokens, the longest of which are 128 spaces, and twice the slack
+        assert sum(split) <= 60_000  # 512 tokens, the longest of which are 64 spaces
 
 
 def test_a_text_that_fits_is_not_refused_for_its_length(api):
@@ -145,12 +149,15 @@ def test_a_text_that_fits_is_not_refused_for_its_length(api):
 def test_an_error_does_not_repeat_what_was_sent(api):
     long = "k" * 900_000
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+    deep: dict = {"pattern": "x"}
+    for _ in range(100):
+        deep = {"properties": {"a name of some length": deep}}
     for change in (
         {long: 1},
         {"messages": [{"role": "user", "content": "x", long: 1}]},
         {"logit_bias": {long: 1}},
         *({"response_format": {**schema, "json_schema": {"name": "x", "schema": each}}} for each in (
-            {long: 1}, {"type": long}, {"$ref": f"#/{long}"}, {"properties": {}, "required": [long]}, {"properties": {long[:90_000]: {"a": 1}}},
+            {long: 1}, {"type": long}, {"$ref": f"#/{long}"}, {"properties": {}, "required": [long]}, {"properties": {long[:90_000]: {"a": 1}}}, deep,
         )),
     ):
         answer = api.post({**PLAIN, **change})
@@ -265,6 +272,18 @@ def test_whoever_is_cut_off_is_told_the_same(make_bot, serve):
     assert said[1].startswith("HTTP/1.1 503 ") and "retry-after: " in said[1].lower() and "[DONE]" not in said[0] + said[2]
     status, headers, body = server.post(PLAIN)
     assert status == 503 and int(headers["retry-after"]) > 0 and body["error"] == errors[0]
+
+
+def test_a_request_that_meets_the_end_is_told_so(api, monkeypatch):
+    def ends(*_, **__):
+        raise EngineError("the engine has ended: it was closed")
+
+    monkeypatch.setattr(api.engine, "stream", ends)
+    status, headers, body = api.post(PLAIN)
+    assert status == 503 and body["error"]["code"] == "shutting_down" and int(headers["retry-after"]) > 0
+    monkeypatch.setattr(api.engine, "error", RuntimeError("broken"))
+    status, headers, body = api.post(PLAIN)
+    assert status == 503 and body["error"]["code"] == "not_ready" and "broken" in body["error"]["message"] and "retry-after" not in headers
 
 
 # Connections
@@ -421,7 +440,12 @@ def test_what_the_page_does_not_send_is_not_counted(sent):
 
 @pytest.fixture(scope="module")
 def page(small_model, tmp_path_factory):
-    patch = "from qwen_chat import connections\nconnections.IDLE_SECONDS = 0.5"
+    patch = """
+        import gradio
+        from qwen_chat import connections
+        connections.IDLE_SECONDS = 0.5
+        gradio.Chatbot.preprocess = gradio.Chatbot.postprocess = None  # which look at every message at every update
+    """
     program = Program(tmp_path_factory.mktemp("program"), patch, model={"path": str(small_model)}, runtime={"n_ctx": 512}, generation={"max_tokens": 64})
     yield program.until_up()
     assert program.end() == 0
@@ -442,6 +466,47 @@ def test_what_is_sent_to_the_page_is_bounded(page):
         assert post(f"/gradio_api/{path}", b"{}") == 404
     assert post("/gradio_api/queue/join", b'{"data": [], "fn_index": 0}') == 400  # Gradio itself answers: there is no session
     assert page.health()[0] == 200
+
+
+def message(role: str, text: str) -> dict:
+    return {"role": role, "content": [{"type": "text", "text": text}], "metadata": None, "options": None}
+
+
+def updates(page, chat) -> list[dict]:
+    """What comes back for a chat that a page sends."""
+    def request(method: str, path: str, body=None) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=120)
+        connection.request(method, path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
+        return connection.getresponse()
+
+    config = json.load(request("GET", "/config"))
+    values = {component["id"]: component["props"].get("value") for component in config["components"]}
+    event = next(each for each in config["dependencies"] if each["backend_fn"] and each["outputs"] == each["inputs"][:1] and each["queue"] is not False)
+    data = [chat, *(values[each] for each in event["inputs"][1:])]
+    request("POST", "/gradio_api/queue/join", {"data": data, "fn_index": event["id"], "session_hash": "s"})
+    lines = request("GET", "/gradio_api/queue/data?session_hash=s").read().decode().split("\n\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line]
+
+
+def test_a_long_chat_is_not_looked_through_at_every_update(page):
+    chat = [message(role, "Hi.") for _ in range(200) for role in ("user", "assistant")]
+    last = [each for each in updates(page, [*chat, message("user", "Tell me about the sea.")]) if each["msg"] == "process_completed"][-1]
+    assert last["success"] and len(last["output"]["data"][0]) == 402 and last["output"]["data"][0][-1]["content"][0]["text"]
+
+
+def test_two_hundred_open_pages_leave_room(page):
+    """Each holds two connections as long as it is open."""
+    held = [socket.create_connection(("127.0.0.1", page.port), 120) for _ in range(400)]
+    for number, connection in enumerate(held):
+        connection.sendall(f"GET /gradio_api/heartbeat/page{number} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    for connection in held:
+        read_until(connection, b"ALIVE")
+    assert updates(page, [message("user", "Tell me about the sea.")])[-2]["success"]
+    for connection in held:
+        connection.setblocking(False)
+        with pytest.raises(BlockingIOError):  # still open, with nothing to read
+            connection.recv(1)
+        connection.close()
 
 
 def test_the_pages_server_waits_for_no_header(page):
