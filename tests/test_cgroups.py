@@ -1,5 +1,6 @@
-"""Control groups: files copied from real systems, and real groups of this machine."""
+"""Control groups: files copied from real systems, files typed after the kernel's form, real groups of this machine."""
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -10,6 +11,79 @@ from realgroups import real_groups, said_inside
 from qwen_chat import cgroups, hardware
 
 MB = 1024 * 1024
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for path, content in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(content)
+
+
+# Real systems. systems.json has their files byte for byte, taken on Debian 12 under QEMU with four processors: of each
+# machine what all its processes see, and of processes under limits their groups, mounts and what LXC shows them in the
+# place of the machine's files. The limits below are those that systemd, LXC or Docker were asked for.
+
+SYSTEMS = json.loads((Path(__file__).parent / "data" / "systems.json").read_text(encoding="utf-8"))
+ALL = {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(("system", "process", "quota", "limit", "count", "around"), [
+    ("cgroup v2", "no limits", None, None, 4, []),  # a service of the system
+    ("cgroup v2", "service", 1.5, 800 * MB, 1, []),  # CPUQuota=150%, MemoryHigh=800M, MemoryMax=900M
+    ("cgroup v2", "nested", 1.2, 1024 * MB, 1, []),  # a service of 300% in a slice of 120% in one of 250% and 1G
+    ("cgroup v2", "user session", 1.5, 1200 * MB, 1, []),  # user-1000.slice is limited
+    ("cgroup v2", "user service", 1.5, 700 * MB, 1, []),  # systemd-run --user
+    ("cgroup v2", "lxc", 1.5, 600 * MB, 1, ["container"]),
+    ("cgroup v2", "lxc service", 0.5, 600 * MB, 1, ["container"]),  # CPUQuota=50% inside
+    ("cgroup v2", "docker", 1.5, 600 * MB, 1, ["container"]),
+])
+def test_files_of_real_systems(tmp_path, system, process, quota, limit, count, around):
+    files = SYSTEMS[system]["machine"] | SYSTEMS[system][process]
+    write(tmp_path, files)
+    cores, memory = hardware.cores(tmp_path, {1, 3} if "lxc" in process else ALL), hardware.usable_memory(tmp_path)
+    assert (cores.quota, cores.count) == (quota, count)
+    assert hardware.surroundings(tmp_path, {}) == around
+    if limit is None:
+        assert memory.total == 3_054_636 * 1024 and not memory.limited  # MemTotal
+    else:
+        assert memory.total == limit and limit - 64 * MB < memory.available < limit
+
+
+def test_the_processor_of_a_real_system(tmp_path):
+    """/proc/cpuinfo of a Xeon of the fourth generation, byte for byte, the first two of its processors."""
+    write(tmp_path, SYSTEMS["Xeon"]["machine"])
+    assert hardware.cpu_model(tmp_path) == "Intel(R) Xeon(R) Processor"
+    assert {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "avx_vnni"} <= set(hardware.cpu_features(tmp_path))
+
+
+# Places, typed after the kernel's form
+
+TOP = "sys/fs/cgroup/cpu.max"
+OTHER_MOUNTS = """\
+22 27 0:21 / /proc rw,relatime - proc proc rw
+27 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard
+28 27 0:24 / /srv/cgroup rw,relatime - tmpfs cgroup rw
+"""
+
+
+@pytest.mark.parametrize(("own", "top", "files", "quota"), [
+    ("/", "/", {TOP: 2}, 2),
+    ("/", "/", {TOP: 3, "sys/fs/cgroup/a/cpu.max": 1}, 3),
+    ("/a/b", "/", {"sys/fs/cgroup/a/cpu.max": 2, "sys/fs/cgroup/a/b/cpu.max": 3, "sys/fs/cgroup/c/cpu.max": 1}, 2),
+    ("/a/b", "/a", {TOP: 3, "sys/fs/cgroup/b/cpu.max": 2, "sys/fs/cgroup/a/b/cpu.max": 1}, 2),  # a part is mounted
+    ("/a/b", "/c", {TOP: 2}, 2),  # a container that does not see its own path reads the top
+    ("/a/gone (deleted)", "/", {"sys/fs/cgroup/a/cpu.max": 2}, 2),
+    (r"/m.slice/m\x2dv.scope", r"/m.slice/m\134x2dv.scope", {TOP: 2}, 2),  # mountinfo escapes the backslash
+    ("/a:b c", r"/a:b\040c", {TOP: 2}, 2),
+    ("/", "/../..", {TOP: 2}, 2),  # a namespace without a mount of its own: the top is a group above it
+    ("/../..", "/", {TOP: 2}, None),  # put into a group above the namespace, where the top is another process's
+    ("/../other/a", "/..", {"sys/fs/cgroup/other/a/cpu.max": 2}, 2),
+])
+def test_where_the_groups_are_found(tmp_path, own, top, files, quota):
+    mount = f"30 29 0:26 {top} /sys/fs/cgroup rw,nosuid,relatime shared:9 master:1 - cgroup2 cgroup2 rw,nsdelegate\n"
+    write(tmp_path, {"proc/self/cgroup": f"0::{own}\n", "proc/self/mountinfo": OTHER_MOUNTS + mount})
+    write(tmp_path, {path: f"{cores}00000 100000\n" for path, cores in files.items()})
+    assert cgroups.cpu_quota(tmp_path) == quota
 
 
 # Real groups of this machine
