@@ -5,6 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 from realgroups import real_groups, said_inside
 
@@ -24,29 +25,43 @@ def write(root: Path, files: dict[str, str]) -> None:
 # place of the machine's files. The limits below are those that systemd, LXC or Docker were asked for.
 
 SYSTEMS = json.loads((Path(__file__).parent / "data" / "systems.json").read_text(encoding="utf-8"))
-ALL = {0, 1, 2, 3}
+HOST = 3_054_636 * 1024  # MemTotal
+SWAP = 262_140 * 1024  # SwapFree
 
 
-@pytest.mark.parametrize(("system", "process", "quota", "limit", "count", "around"), [
-    ("cgroup v2", "no limits", None, None, 4, []),  # a service of the system
-    ("cgroup v2", "service", 1.5, 800 * MB, 1, []),  # CPUQuota=150%, MemoryHigh=800M, MemoryMax=900M
-    ("cgroup v2", "nested", 1.2, 1024 * MB, 1, []),  # a service of 300% in a slice of 120% in one of 250% and 1G
-    ("cgroup v2", "user session", 1.5, 1200 * MB, 1, []),  # user-1000.slice is limited
-    ("cgroup v2", "user service", 1.5, 700 * MB, 1, []),  # systemd-run --user
-    ("cgroup v2", "lxc", 1.5, 600 * MB, 1, ["container"]),
-    ("cgroup v2", "lxc service", 0.5, 600 * MB, 1, ["container"]),  # CPUQuota=50% inside
-    ("cgroup v2", "docker", 1.5, 600 * MB, 1, ["container"]),
+@pytest.mark.parametrize(("system", "process", "quota", "memory", "swap"), [
+    ("cgroup v2", "no limits", None, HOST, SWAP),
+    ("cgroup v2", "service", 1.5, 800 * MB, 100 * MB),  # MemoryHigh=800M, MemoryMax=900M, MemorySwapMax=100M
+    ("cgroup v2", "no swap", None, HOST, 0),  # MemorySwapMax=0 alone
+    ("cgroup v2", "nested", 1.2, 1024 * MB, SWAP),  # a service of 300% in a slice of 120% in one of 250% and 1G
+    ("cgroup v2", "user session", 1.5, 1200 * MB, SWAP),  # user-1000.slice is limited
+    ("cgroup v2", "user service", 1.5, 700 * MB, SWAP),  # systemd-run --user
+    ("cgroup v2", "nspawn", 0.5, HOST, SWAP),  # a service of CPUQuota=50%; the container's own limit is out of sight
+    ("cgroup v2", "lxc", 1.5, 600 * MB, 0),  # with lxcfs, and processors 1 and 3
+    ("cgroup v2", "lxc service", 0.5, 600 * MB, 0),  # CPUQuota=50% in that container
+    ("cgroup v2", "docker", 1.5, 600 * MB, SWAP),
+    ("cgroup v2", "docker half", 0.5, HOST, SWAP),
+    ("cgroup v2", "docker cgroupns=host", 1.5, 600 * MB, 100 * MB),  # --memory-swap 700m
+    ("cgroup v2", "pod", None, 700 * MB, SWAP),  # a container of 700 MB; what the pod may have, 1.5 cores, is out of sight
+    ("cgroup v2", "pod cgroupns=host", 1.5, 700 * MB, SWAP),
 ])
-def test_files_of_real_systems(tmp_path, system, process, quota, limit, count, around):
-    files = SYSTEMS[system]["machine"] | SYSTEMS[system][process]
-    write(tmp_path, files)
-    cores, memory = hardware.cores(tmp_path, {1, 3} if "lxc" in process else ALL), hardware.usable_memory(tmp_path)
-    assert (cores.quota, cores.count) == (quota, count)
-    assert hardware.surroundings(tmp_path, {}) == around
-    if limit is None:
-        assert memory.total == 3_054_636 * 1024 and not memory.limited  # MemTotal
-    else:
-        assert memory.total == limit and limit - 64 * MB < memory.available < limit
+def test_files_of_real_systems(tmp_path, system, process, quota, memory, swap):
+    write(tmp_path, SYSTEMS[system]["machine"] | SYSTEMS[system][process])
+    allowed = {1, 3} if "lxc" in process else {0, 1, 2, 3}
+    cores, found = hardware.cores(tmp_path, allowed), hardware.usable_memory(tmp_path)
+    assert (cores.quota, cores.count) == (quota, max(1, int(quota or len(allowed))))
+    assert (found.total, found.swap) == (memory, swap)
+    assert memory - 64 * MB < found.available < memory or memory == HOST and not found.limited
+    container = any(word in process for word in ("docker", "pod", "lxc", "nspawn"))
+    assert hardware.surroundings(tmp_path, {}) == ["container"] * container
+
+
+def test_a_real_service_that_sees_no_meminfo(tmp_path):
+    """ProcSubset=pid, with MemoryMax=900M and CPUQuota=150%."""
+    write(tmp_path, SYSTEMS["cgroup v2"]["no proc"])
+    memory = hardware.usable_memory(tmp_path)
+    assert memory.total == min(900 * MB, psutil.virtual_memory().total)
+    assert hardware.cpu_quota(tmp_path) == 1.5
 
 
 def test_the_processor_of_a_real_system(tmp_path):
