@@ -2,18 +2,16 @@
 
 import asyncio
 import logging
-import os
 import signal
 import sys
-import threading
 from contextlib import aclosing
 from functools import partial
 
-from qwen_chat import folders, streams
+from qwen_chat import folders, interrupt, streams
 
-if __name__ == "__main__":
-    for early in (signal.SIGTERM, signal.SIGINT):  # until main(); process 1 of a container has no default for them
-        signal.signal(early, lambda *_: os._exit(0))
+SIGNALS = *interrupt.SIGNALS, *([signal.SIGQUIT] if hasattr(signal, "SIGQUIT") else [])
+if __name__ == "__main__":  # until main() and after; process 1 of a container has no default for them
+    interrupt.end_at_once(SIGNALS, 0, "app: ended by {name} while starting or closing\n")
     streams.make_safe()
     if refusal := folders.make_sure():
         print(refusal, file=sys.stderr)
@@ -135,9 +133,6 @@ demo = ui.ChatPage(respond, typed, condenser.measure, engine, config)
 
 def main() -> int:
     """Serves the page until a signal or a failed engine ends it; returns the exit status."""
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     engine.start()
     if not engine.ended.is_set():
         try:
@@ -146,13 +141,17 @@ def main() -> int:
             print(error, file=sys.stderr)
             engine.close()
             return 2
-        outside = " in the container; outside, the port it is published at counts" if "container" in surroundings() else ""
-        log.info("the page is at %s%s", url(config.server.host, config.server.port), outside)
-    while not (stop.wait(0.2) or engine.ended.is_set()):
-        pass
-    if engine.error:
-        print(engine.error, file=sys.stderr)
-        stop.wait(2 if demo.is_running else 0)  # so that open pages can say it
+    with interrupt.Signals(SIGNALS) as signals:
+        if demo.is_running:
+            outside = " in the container; outside, the port it is published at counts" if "container" in surroundings() else ""
+            log.info("the page is at %s%s", url(config.server.host, config.server.port), outside)
+        while not ((number := signals.wait(0.2)) or engine.ended.is_set()):
+            pass
+        if number:
+            log.info("ended by %s", signal.Signals(number).name)
+        if engine.error:
+            print(engine.error, file=sys.stderr)
+            signals.wait(2 if demo.is_running else 0)  # so that open pages can say it
     engine.close()  # first, so that answers on their way end
     demo.close(verbose=False)
     return next((status for status, errors in STATUSES.items() if isinstance(engine.error, errors)), 1) if engine.error else 0

@@ -90,8 +90,8 @@ def _check_files(options, measurements: dict) -> None:
     """What cannot be written is told before anything is measured, not after."""
     for name in ("json", "figure"):
         file = getattr(options, name)
-        if file and file != "-" and not os.path.isdir(os.path.dirname(os.path.abspath(file))):
-            raise BenchError(f"--{name} {file}: there is no such folder")
+        if file and file != "-" and (fault := report.why_not_writable(file)):
+            raise BenchError(f"--{name} {file}: {fault}")
     if not options.figure:
         return
     if not options.figure.endswith((".svg", ".png")):

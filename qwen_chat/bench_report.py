@@ -1,5 +1,6 @@
 """What the benchmark says: figures with their targets, tables, and the picture of first token over turns."""
 
+import os
 import statistics
 import textwrap
 from dataclasses import dataclass, field
@@ -112,6 +113,18 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 def listed(about: dict) -> str:
     """Names and what they stand for, one a line."""
     return "".join(f"{name:9} {value}\n" for name, value in about.items())
+
+
+def why_not_writable(file: str) -> str | None:
+    """Why `file` cannot be written; None where it can. Told before hours of measuring, not after."""
+    folder = os.path.dirname(os.path.abspath(file))
+    if not os.path.isdir(folder):
+        return "there is no such folder"
+    if os.path.isdir(file):
+        return "it is a folder; give the name of a file"
+    if not os.access(file if os.path.exists(file) else folder, os.W_OK):
+        return "it may not be written"
+    return None
 
 
 def _met(figure: Figure) -> str:

@@ -138,10 +138,13 @@ def _heard(number: int) -> bool:
 
 
 def end_at_once(numbers: Iterable[int], status: int, saying: str = SAID) -> None:
-    """Has these signals end the process there and then, for a time in which there is nothing to bring to an end."""
-    def end(*_) -> None:
-        with suppress(OSError):
-            os.write(2, saying.encode())  # sys.stderr may be in the middle of writing
+    """Has these signals end the process there and then, for a time in which there is nothing to bring to an end.
+
+    `saying` is written to standard error, with the signal's name in place of {name}.
+    """
+    def end(number: int, _frame) -> None:
+        with suppress(OSError):  # not sys.stderr, which may be in the middle of writing
+            os.write(2, saying.format(name=signal.Signals(number).name).encode())
         os._exit(status)
 
     for number in filter(_heard, numbers):

@@ -83,8 +83,8 @@ def _check(options, file: Path) -> None:
     """What cannot be done is told before anything is measured, not after."""
     if options.model and options.weights:
         raise TuneError("--model and --weights together; name all files with --weights")
-    if options.json and options.json != "-" and not os.path.isdir(os.path.dirname(os.path.abspath(options.json))):
-        raise TuneError(f"--json {options.json}: there is no such folder")
+    if options.json and options.json != "-" and (fault := report.why_not_writable(options.json)):
+        raise TuneError(f"--json {options.json}: {fault}")
     folder = os.path.dirname(os.path.realpath(file))
     if options.write and not os.access(folder, os.W_OK):
         raise TuneError(f"--write: {file} cannot be replaced, for its folder {folder} is not writable")

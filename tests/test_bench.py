@@ -1,5 +1,6 @@
 """The benchmark tool: what it computes from figures, what it prints and writes, and how it fails. No speed is asserted."""
 
+import errno
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from qwen_chat import bench, bench_report
-from qwen_chat.__main__ import TOOLS
+from qwen_chat.__main__ import TOOLS, main
 from qwen_chat.bench_report import Figure, Part, number, ratios, slope, svg, table
 from qwen_chat.bench_sides import Answer, BenchError, HttpSide, Texts, delta, events, take
 
@@ -241,6 +242,38 @@ def test_a_server_is_measured_side_by_side(tool, server):
     assert "this project  the other  ratio" in result.stderr
 
 
+def test_a_file_that_cannot_be_written_is_told(tmp_path, monkeypatch):
+    (tmp_path / "there").write_text("")
+    for name in ("new", "there"):
+        assert bench_report.why_not_writable(str(tmp_path / name)) is None
+    assert not (tmp_path / "new").exists()
+    asked = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append(path))
+    for name in ("new", "there"):
+        assert bench_report.why_not_writable(str(tmp_path / name)) == "it may not be written"
+    assert asked == [str(tmp_path), str(tmp_path / "there")]
+
+
+def test_what_the_system_refuses_is_told_in_a_sentence(monkeypatch, capsys):
+    def refuse(options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x.json")
+
+    monkeypatch.setattr(bench, "run", refuse)
+    assert main(["bench"]) == 1 and capsys.readouterr().err == "bench: x.json: No space left on device\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="descriptors are closed")
+def test_closed_or_narrow_output_is_no_fault():
+    def said(redirected: str = "") -> tuple[int, str, str]:
+        code = "import sys; from qwen_chat import __main__ as tools; tools._prepare_output(); print('\u6cb3'); print(sys.stdout.isatty(), file=sys.stderr)"
+        done = subprocess.run(["sh", "-c", f'"$0" -c "$1" {redirected}', sys.executable, code], cwd=ROOT, capture_output=True, text=True,
+                              env={**os.environ, "PYTHONIOENCODING": "ascii"}, timeout=300)
+        return done.returncode, done.stdout, done.stderr
+
+    assert said() == (0, "\\u6cb3\n", "False\n")
+    assert said(">&-") == (0, "", "False\n")
+
+
 def test_faults_are_told_in_a_sentence(tool, tmp_path):
     def fails(status, words, *arguments, **environment):
         result = tool(*arguments, **environment)
@@ -255,6 +288,7 @@ def test_faults_are_told_in_a_sentence(tool, tmp_path):
     fails(1, "must end in .svg or .png", "bench", "--figure", "turns.gif")
     fails(1, "add --only window", "bench", "--only", "load", "--figure", "turns.svg")
     fails(1, "there is no such folder", "bench", "--json", tmp_path / "none" / "x.json")
+    fails(1, "it is a folder", "bench", "--json", tmp_path)
     fails(2, "no such file", "bench", CONFIG=str(tmp_path / "none.yaml"))
     fails(4, "none.gguf: ", "bench", "--model", tmp_path / "none.gguf")
     (tmp_path / "text.gguf").write_text("hello")

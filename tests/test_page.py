@@ -11,6 +11,7 @@ from browser import PATIENCE, ROOT, STORY, Program, until
 
 from qwen_chat.config import SMOLLM2
 
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
 
@@ -402,11 +403,19 @@ def test_with_a_file_that_is_no_model_it_ends_with_status_3(tmp_path):
     assert program.log.count("model.gguf: llama.cpp cannot load this file") == 1 and "Traceback" not in program.log
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_while_it_starts_ends_it_quietly(small_model, tmp_path, number):
     program = Program(tmp_path, model={"path": str(small_model)})
     until(lambda: program.log)  # its first line: the model begins to load, the page's library is still imported
-    assert program.end(number) == 0 and "Traceback" not in program.log
+    assert program.end(number) == 0 and "Traceback" not in program.log and "ended by " in program.log
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_log_says_which_signal_ended_it(small_model, tmp_path, number):
+    program = Program(tmp_path, model={"path": str(small_model)}).until_up()
+    until(lambda: "the page is at" in program.log)
+    assert program.end(number) == 0
+    assert re.search(f"INFO app: ended by {signal.Signals(number).name}$", program.log, re.M) and "Traceback" not in program.log
 
 
 def test_a_question_is_shown_as_it_was_typed_and_loads_nothing(program, page):

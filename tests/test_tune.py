@@ -254,6 +254,7 @@ def test_faults_are_told_in_a_sentence(config_file, tmp_path, capsys, monkeypatc
     fails(4, "text.gguf: not a GGUF file", "--weights", tmp_path / "text.gguf")
     fails(1, "--model and --weights together", "--model", "a.gguf", "--weights", "b.gguf")
     fails(1, "there is no such folder", "--json", tmp_path / "none" / "x.json")
+    fails(1, "it is a folder", "--json", tmp_path)
     monkeypatch.setattr(tune, "usable_memory", lambda: Memory(20, 10, 0, True))
     fails(1, "compare fewer at once", "--weights", config_file, tmp_path / "text.gguf")
     config_file.write_text("runtime: {n_thread: 1}\n")
