@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
@@ -158,8 +159,9 @@ class Api:
         self._check_ready()
         form = openai_form.read(ChatRequest, await self._body(request))
         messages, client = [message.plain() for message in form.messages], _client(request)
-        known = None if form.seed is not None and form.seed >= 0 else client  # with a seed, a text is always read in one way
-        return await self._answer(request, form, ChatShape, "messages", lambda: self.conversation.whole(messages, client=known))
+        known = None if form.seed is not None and form.seed >= 0 else client  # with a seed, a text is read in one way
+        prompt = partial(self.conversation.whole, messages, client=known)
+        return await self._answer(request, form, ChatShape, "messages", prompt)
 
     async def complete(self, request: Request) -> Response:
         self._check_ready()
