@@ -93,7 +93,9 @@ class Conversation:
         at = next(number for number, piece in enumerate(pieces) if piece.message in (len(system), None))
         return joined(pieces[:at]) + pieces[at].before
 
-    def prompt(self, messages: list[dict], max_tokens: int | None = None, begun: str = "", client: Hashable = None) -> Prompt:
+    def prompt(
+        self, messages: list[dict], max_tokens: int | None = None, begun: str = "", client: Hashable = None
+    ) -> Prompt:
         """The prompt for the answer to `messages`, the last of which is the user's; for the rest of it, where
         there is a `begun` answer.
 
@@ -193,7 +195,9 @@ class Conversation:
         if tokens:
             self._answers.put(prompt.client, _after(prompt.place, {"role": "assistant", "content": text}), tokens)
 
-    def after(self, reply, prompt: Prompt, messages: list[dict], owner: object, max_tokens: int | None = None) -> Prompt | None:
+    def after(
+        self, reply, prompt: Prompt, messages: list[dict], owner: object, max_tokens: int | None = None
+    ) -> Prompt | None:
         """Prepares the next turn of a conversation whose `prompt` has just been answered: if that will have to drop
         turns, they are dropped now, while the answer is read. Returns the prompt of that turn, its question empty."""
         self.remember(reply, prompt)
@@ -222,8 +226,8 @@ class Conversation:
         return place
 
     def _own(self, client: Hashable, place: bytes) -> list[int] | None:
-        """The model's own tokens of the answer at `place`. Not with a seed: the same messages then make the same prompt,
-        and the history is computed anew all the same."""
+        """The model's own tokens of the answer at `place`. Not with a seed: the same messages then make the same
+        prompt, and the history is computed anew all the same."""
         return self._answers.get(client, place) if self._config.runtime.seed < 0 else None
 
     def _begun(self, begun: str, client: Hashable, place: bytes) -> list[int]:

@@ -8,7 +8,8 @@ def test_a_value_is_found_by_its_client_alone():
     memory = ClientMemory(len, 1000)
     memory.put("mine", "key", "value")
     assert memory.get("mine", "key") == "value"
-    assert memory.get("yours", "key") is None and memory.get(None, "key") is None and memory.get("mine", "other") is None
+    assert [memory.get(*each) for each in (("yours", "key"), (None, "key"), ("mine", "other"))] == [None] * 3
+    assert memory.holds("mine") and not memory.holds("yours")
     memory.put("mine", "key", "another")
     assert memory.get("mine", "key") == "another"
 

@@ -358,7 +358,7 @@ def test_what_another_sent_before_is_condensed_anew(small, monkeypatch):
     texts = []
     for client in ("me", "you", None):
         condensing, progress = asyncio.run(fitted(person, message, client))
-        assert progress and person.shown(message, client)[-1]["content"] == (condensing.messages if client else message)[-1]["content"]
+        assert progress and person.shown(message, client) == (condensing.messages if client else message)
         texts.append(condensing.messages[-1]["content"])
     assert len(set(texts)) == 1  # greedy, of the same text
     prompts = [[tokens for tokens, by in asked if by == client] for client in ("me", "you", None)]
@@ -445,8 +445,8 @@ def turn(noting, messages, number, wait=True):
     shown = person.shown(messages, "me")
     prompt = bot.conversation.prompt(shown, client="me")
     reply = bot.engine.stream(
-        prompt.tokens, Sampling(temperature=0), 24, owner="me", client="me", trimmed=prompt.trimmed, follow=prompt.follow,
-        on_end=lambda reply: person.after(reply, prompt, shown, "me"),
+        prompt.tokens, Sampling(temperature=0), 24, owner="me", client="me", trimmed=prompt.trimmed,
+        follow=prompt.follow, on_end=lambda reply: person.after(reply, prompt, shown, "me"),
     )
     messages.append(answer("".join(reply)))
     if wait:

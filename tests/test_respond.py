@@ -73,7 +73,10 @@ def respond(app, message, history=(), **who):
 
 @pytest.mark.parametrize(
     ("who", "client"),
-    [({"session_hash": "s1", "username": None}, ("tab", "s1")), ({"session_hash": "s2", "username": "ann"}, ("login", "ann"))],
+    [
+        ({"session_hash": "s1", "username": None}, ("tab", "s1")),
+        ({"session_hash": "s2", "username": "ann"}, ("login", "ann")),
+    ],
 )
 def test_all_that_a_person_causes_is_asked_for_that_person(app, asked, who, client):
     said = respond(app, LONG, **who)

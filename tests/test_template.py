@@ -12,8 +12,8 @@ from qwen_chat.conversation import Conversation, TooLong
 from qwen_chat.template import ChatTemplate, joined
 
 ALTERNATES = (
-    """{% for message in messages if message.role != 'system' %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"""
-    """{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"""
+    """{% for message in messages if message.role != 'system' %}"""
+    """{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"""
 )
 
 TEMPLATES = {
@@ -37,12 +37,14 @@ You are a helpful assistant that was made by somebody.<|im_end|>
 {% if message.role == 'user' %}{{ bos_token }}[INST] {{ content.strip() }} [/INST]{% else %}
  {{ content.strip() }} {{ eos_token }}{% endif %}{% endfor %}""",
     "no system role, stripped": """{% if messages[0].role == 'system' %}
-{{ raise_exception('System role not supported') }}{% endif %}""" + ALTERNATES + """{{ bos_token }}{% for message in messages %}
+{{ raise_exception('System role not supported') }}{% endif %}""" + ALTERNATES + """{{ bos_token }}
+{%- for message in messages %}
 <start>{{ 'model' if message.role == 'assistant' else message.role }}
 {{ message.content | trim }}<end>
 {% endfor %}{% if add_generation_prompt %}<start>model
 {% endif %}""",
-    "no system role, silently": """{% for message in messages %}{% if message.role == 'user' %}USER: {{ message.content }}
+    "no system role, silently": """{% for message in messages %}
+{% if message.role == 'user' %}USER: {{ message.content }}
 {% elif message.role == 'assistant' %}ASSISTANT: {{ message.content }}
 {% endif %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}""",
     "the question twice": """{% for message in messages %}<|im_start|>{{ message.role }}
@@ -50,14 +52,15 @@ You are a helpful assistant that was made by somebody.<|im_end|>
 {% endfor %}Answer this: {{ messages[-1].content }}
 {% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}""",
-    "old messages left out": """{% for message in messages %}{% if message.role == 'system' or loop.revindex <= 5 %}<|im_start|>{{ message.role }}
+    "old messages left out": """{% for message in messages %}
+{% if message.role == 'system' or loop.revindex <= 5 %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}""",
 }
 SYSTEM = "You are terse, and you speak like a sailor."
 KNOWS_NO_SYSTEM = ("no system role, stripped", "no system role, silently")
-CONTINUES = ("plain", "a system prompt of its own", "no system role, stripped", "old messages left out")  # with the same text
+CONTINUES = ("plain", "a system prompt of its own", "no system role, stripped", "old messages left out")
 
 TEXTS = st.sampled_from(["Hi", " two  words ", "\n\n多行\n", "a\tb", "🙂 ", "[INST]", "x" * 40])
 
@@ -82,9 +85,9 @@ def model(bot, shape):
     return Model(bot.engine.model, TEMPLATES[shape])
 
 
-def conversation_on(model, n_ctx=512, system=SYSTEM, max_tokens=64, can_shift=True, **chat):
-    config = Config.model_validate({"generation": {"max_tokens": max_tokens}, "chat": {"system_prompt": system, **chat}})
-    return Conversation(SimpleNamespace(model=model, n_ctx=n_ctx, can_shift=can_shift), config)
+def conversation_on(model, system=SYSTEM):
+    config = Config.model_validate({"generation": {"max_tokens": 64}, "chat": {"system_prompt": system}})
+    return Conversation(SimpleNamespace(model=model, n_ctx=512, can_shift=True), config)
 
 
 def talk(*texts, system=SYSTEM):
@@ -133,7 +136,8 @@ def test_as_many_turns_are_kept_as_fit_and_no_fewer(model, system):
     conversation = conversation_on(model, system=system)
     messages = []
     for number in range(9):
-        messages += talk(f"Question {number}: " + "word " * (20 + 11 * number % 40), f"Answer {number}: " + "word " * 15, system="")
+        question, said = f"Question {number}: " + "word " * (20 + 11 * number % 40), f"Answer {number}: " + "word " * 15
+        messages += talk(question, said, system="")
         asked = [*messages, {"role": "user", "content": "And now, a question of its own: " + "word " * 50}]
         prompt = conversation.prompt(asked)
         head = talk(system=system)
@@ -202,5 +206,6 @@ def test_only_tokens_that_are_exactly_the_text_count(bot):
     assert len(face) > 1
     assert template.exactly(yes, "Yes") == template.exactly(yes + dot, "Yes") == yes
     assert template.exactly(yes + face[:1], "Yes") == template.exactly(yes + end, "Yes") == yes
-    other = [(yes, "Ye"), (yes, "Yes."), (end + yes, "Yes"), (yes + end + dot, "Yes."), (face[:1] + yes, "Yes"), ([], "Yes"), (yes, "")]
+    other = [(yes, "Ye"), (yes, "Yes."), (end + yes, "Yes"), (yes + end + dot, "Yes."), (face[:1] + yes, "Yes")]
+    other += [([], "Yes"), (yes, "")]
     assert all(template.exactly(tokens, text) == [] for tokens, text in other)
