@@ -317,6 +317,9 @@ def test_an_idle_sequence_goes_on_rather_than_a_copy_of_one_at_work():
 def test_what_ended_last_is_overwritten_last():
     cache, memory = make(2, cache_bytes=0)
     first, second = (cache.acquire(token_array(SYSTEM + turn(number))) for number in (1, 2))
+    for slot in (first, second):
+        memory.compute(slot.id, turn(slot.id + 1))
+        slot.tokens.extend(turn(slot.id + 1))
     cache.release(second)
     cache.release(first)
     assert cache.acquire(token_array(SYSTEM + turn(3))) is second
