@@ -249,9 +249,33 @@ def test_what_was_computed_in_the_light_of_dropped_turns_serves_no_other_convers
     serve(cache, memory, SYSTEM + turn(1) + turn(2), turn(3), owner="a")
     moved = SYSTEM + turn(2) + turn(3)
     assert serve(cache, memory, moved + turn(4), owner="a", trimmed=True) == 100
-    assert serve(cache, memory, moved + [1], owner="b") == 20
-    assert serve(cache, memory, moved + [1], owner="a") in (20, 100)  # a new chat, from what b computed if that is left
+    assert serve(cache, memory, moved + [1], owner="b", trimmed=True) == 20
     assert serve(cache, memory, moved + turn(4) + turn(5), owner="a", trimmed=True) == 140
+
+
+def test_a_new_chat_is_not_answered_in_the_light_of_what_the_last_one_dropped():
+    cache, memory = make()
+    serve(cache, memory, SYSTEM + turn(1) + turn(2), turn(3), owner="a")
+    serve(cache, memory, SYSTEM + turn(2) + turn(3) + turn(4), owner="a", trimmed=True)
+    assert serve(cache, memory, SYSTEM + turn(2) + turn(5), owner="a") == 20
+
+
+def test_a_copy_of_what_was_computed_in_the_light_of_dropped_turns_serves_no_other_either():
+    cache, memory = make(3)
+    serve(cache, memory, SYSTEM + turn(1) + turn(2), turn(3), owner="a")
+    serve(cache, memory, SYSTEM + turn(2) + turn(3) + turn(4), owner="a", trimmed=True)
+    assert serve(cache, memory, SYSTEM + turn(2) + turn(5), owner="a", trimmed=True) == 60  # the rest is worth keeping
+    assert serve(cache, memory, SYSTEM + turn(2) + turn(5) + [1], owner="b") == 20
+
+
+def test_a_sequence_at_work_closes_no_gap():
+    cache, memory = make(3)
+    working = cache.acquire(token_array(SYSTEM + turn(1)), owner="a")
+    memory.compute(working.id, turn(1) + turn(2) + turn(3))
+    working.tokens.extend(token_array(turn(1) + turn(2) + turn(3)))
+    serve(cache, memory, SYSTEM + turn(2), owner="b")
+    assert serve(cache, memory, SYSTEM + turn(2) + turn(3), owner="a", trimmed=True) == 60
+    assert len(working) == 140
 
 
 def test_what_is_cut_back_to_before_the_gap_serves_everybody_again():
@@ -285,15 +309,29 @@ def test_equal_tokens_are_no_shared_cells():
         slot.tokens.extend(turn(1))
     assert cache.used_cells == 20 + 40 + 40  # the opening's own and two computed side by side
     check(cache, memory)
-    assert len(cache.acquire(token_array(SYSTEM + turn(1) + [1]))) == 60
+    copy = cache.acquire(token_array(SYSTEM + turn(1) + [1]))
+    assert len(copy) == 60
     check(cache, memory)
     assert cache.used_cells == 100
+    cache.cut(copy, 30)
+    memory.compute(copy.id, turn(2))
+    copy.tokens.extend(turn(2))
+    check(cache, memory)
+    assert cache.used_cells == 140
 
 
 def test_the_end_of_another_conversation_is_not_cut_off_however_short():
     cache, memory = make()
     serve(cache, memory, SYSTEM + turn(1), owner="a")
     assert serve(cache, memory, SYSTEM + turn(1)[:25] + turn(2), owner="b") == 45
+    assert serve(cache, memory, SYSTEM + turn(1) + [1], owner="a") == 60
+
+
+def test_nor_is_it_of_a_parked_one():
+    cache, memory = make(1)
+    serve(cache, memory, SYSTEM + turn(1), owner="a")
+    serve(cache, memory, SYSTEM + turn(2), owner="b")
+    assert serve(cache, memory, SYSTEM + turn(1)[:25] + turn(3), owner="c") == 45
     assert serve(cache, memory, SYSTEM + turn(1) + [1], owner="a") == 60
 
 
@@ -317,6 +355,9 @@ def test_an_idle_sequence_goes_on_rather_than_a_copy_of_one_at_work():
 def test_what_ended_last_is_overwritten_last():
     cache, memory = make(2, cache_bytes=0)
     first, second = (cache.acquire(token_array(SYSTEM + turn(number))) for number in (1, 2))
+    for slot in (first, second):
+        memory.compute(slot.id, turn(slot.id + 1))
+        slot.tokens.extend(turn(slot.id + 1))
     cache.release(second)
     cache.release(first)
     assert cache.acquire(token_array(SYSTEM + turn(3))) is second

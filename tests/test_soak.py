@@ -104,7 +104,8 @@ class Cells:
 
 
 def test_two_thousand_random_requests_leave_nothing_behind(make_bot):
-    bot = make_bot(queue_size=2, runtime={"n_ctx": 256, "parallel": 3, "cache_mb": 8}, generation={"max_tokens": 64})
+    runtime = {"n_ctx": 256, "parallel": 3, "cache_mb": 8, "n_threads": 1, "n_threads_batch": 1}
+    bot = make_bot(queue_size=2, runtime=runtime, generation={"max_tokens": 64})
     engine, model, statuses = bot.engine, bot.engine.model, Counter()
     cells, decode = Cells(bot), model.decode
 
