@@ -66,7 +66,7 @@ async def respond(message: str, history: list[dict], settings, request: gr.Reque
             yield ui.status(words.state(state))
         await engine.wait_ready()
         messages, session = [*history, {"role": "user", "content": message}], request.session_hash
-        client = _client(request)
+        client = ui.client_of(request)
         talk, short = conversation.under(settings), condenser.under(settings)
         if talk.longest() < 1:
             raise EngineError(words("system_too_long"))
@@ -118,14 +118,9 @@ def _apology(error: Exception, words, begun: str) -> str:
 def typed(message: str, history: list[dict], settings, request: gr.Request) -> None:
     """Computes ahead what is being typed, so that only its last few tokens are left when it is sent."""
     if engine.state.phase == "ready" and conversation.size(message) < engine.n_ctx:
-        client, messages = _client(request), [*history, {"role": "user", "content": message}]
+        client, messages = ui.client_of(request), [*history, {"role": "user", "content": message}]
         prompt = conversation.under(settings).prompt(condenser.under(settings).shown(messages, client), client=client)
         engine.warm(request.session_hash, prompt.tokens, prompt.trimmed, client)
-
-
-def _client(request: gr.Request) -> tuple[str, str]:
-    """Who asks: the person who has logged in, else this tab."""
-    return ("login", request.username) if request.username else ("tab", request.session_hash)
 
 
 demo = ui.ChatPage(respond, typed, condenser.measure, engine, config)

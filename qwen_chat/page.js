@@ -13,6 +13,13 @@
   CHAT.word = CHAT.words[chinese ? "zh" : "en"];
   document.documentElement.lang = CHAT.word.lang;
 
+  // By this number the server finds what is cached of this browser's conversations, after a reload too.
+  if (!/\bqwen-chat-browser=[0-9a-f]{32}\b/.test(document.cookie)) {
+    const bytes = crypto.getRandomValues(new Uint8Array(16));
+    const number = [...bytes].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+    document.cookie = `qwen-chat-browser=${number}; max-age=31536000; SameSite=Strict; path=${location.pathname}`;
+  }
+
   const find = (selector) => document.querySelector(selector);
   const input = () => find("#box textarea");
   const answering = () => Boolean(find("[data-testid=stop-button]"));

@@ -46,6 +46,8 @@ MOST_SAMPLED, MOST_LENGTH = 24_000, 10**9  # characters that are counted of an u
 LONGEST_SAMPLE = 6 * MOST_SAMPLED + 100  # as JSON, where one character takes six at most
 MANY = 200  # more open pages than one machine serves: the engine's queue is the one that counts
 
+BROWSER, NUMBER = "qwen-chat-browser", re.compile("[0-9a-f]{32}")  # a cookie of page.js, and what it holds
+
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "PingFang SC", "Microsoft YaHei", "Noto Sans CJK SC", "Noto Sans SC", "sans-serif"]
 MONO = ["ui-monospace", "Consolas", "Menlo", "DejaVu Sans Mono", "Noto Sans Mono CJK SC", "monospace"]
 LATEX = [
@@ -94,6 +96,15 @@ def turns(chat: list[dict]) -> list[dict]:
 def _text(message: dict) -> str:
     content = message["content"]
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def client_of(request: gr.Request) -> tuple[str, str]:
+    """Who asks: the person who has logged in, else the browser (page.js gives it a number, so that a reload finds what
+    is cached of its conversations), else the tab."""
+    if request.username:
+        return "login", request.username
+    browser = request.cookies.get(BROWSER, "")
+    return ("browser", browser) if NUMBER.fullmatch(browser) else ("tab", request.session_hash)
 
 
 async def settling(engine) -> AsyncIterator:

@@ -13,6 +13,7 @@ import yaml
 from qwen_chat import condense
 
 APP = Path(__file__).resolve().parent.parent / "app.py"
+NUMBER = "0123456789abcdef" * 2
 LONG = "The sea was calm and the crew sang old songs of harbours far away. " * 30
 
 
@@ -58,9 +59,13 @@ def asked(app, monkeypatch):
     return asked
 
 
+def asking(session_hash, username, cookies=None):
+    return SimpleNamespace(headers={}, session_hash=session_hash, username=username, cookies=cookies or {})
+
+
 def respond(app, message, history=(), **who):
     """What `respond` said at last."""
-    request = SimpleNamespace(headers={}, **who)
+    request = asking(**who)
 
     async def said():
         async with aclosing(app.respond(message, list(history), app.config, request)) as answers:
@@ -75,7 +80,9 @@ def respond(app, message, history=(), **who):
     ("who", "client"),
     [
         ({"session_hash": "s1", "username": None}, ("tab", "s1")),
-        ({"session_hash": "s2", "username": "ann"}, ("login", "ann")),
+        ({"session_hash": "s2", "username": "ann", "cookies": {"qwen-chat-browser": NUMBER}}, ("login", "ann")),
+        ({"session_hash": "s4", "username": None, "cookies": {"qwen-chat-browser": NUMBER}}, ("browser", NUMBER)),
+        ({"session_hash": "s5", "username": None, "cookies": {"qwen-chat-browser": "x" * 10_000}}, ("tab", "s5")),
     ],
 )
 def test_all_that_a_person_causes_is_asked_for_that_person(app, asked, who, client):
@@ -88,7 +95,7 @@ def test_all_that_a_person_causes_is_asked_for_that_person(app, asked, who, clie
         time.sleep(0.01)
     assert {each for each, _ in asked} == {client} and ("aside" in {kind for _, kind in asked})
     asked.clear()
-    app.typed("Thank", history, app.config, SimpleNamespace(headers={}, **who))
+    app.typed("Thank", history, app.config, asking(**who))
     assert asked == [(client, "ahead")]
 
 
