@@ -297,6 +297,22 @@ def test_of_a_conversation_the_longest_copy_alone_is_parked():
     assert [len(parked.tokens) for parked in cache.parked] == [100]
 
 
+@pytest.mark.parametrize(
+    "first, second, parked",  # each the owner and how many tokens were computed in the light of those before alone
+    [(("a", 60), ("b", 60), 1), (("a", 20), ("a", 20), 1), (("a", 20), ("b", 20), 2), (("a", 20), ("a", 60), 1),
+     (("a", 60), ("a", 20), 1), (("a", 20), ("b", 60), 1), (("a", 60), ("b", 20), 1), (("a", 20), ("a", 40), 1)],
+)
+def test_a_copy_is_replaced_by_one_that_is_good_for_as_much(first, second, parked):
+    cache, memory = make(1)
+    for owner, plain in (first, second):
+        slot = cache.slots[0]
+        memory.compute(slot.id, SYSTEM + turn(1))
+        slot.tokens, slot.owner, slot.plain = token_array(SYSTEM + turn(1)), owner, plain
+        cache._vacate(slot)
+    assert len(cache.parked) == parked
+    assert max(each.plain for each in cache.parked) == max(first[1], second[1])
+
+
 def test_an_emptied_sequence_serves_everybody_again():
     cache, memory = make(1, cache_bytes=0)
     serve(cache, memory, SYSTEM + turn(1) + turn(2), turn(3), owner="a")
