@@ -331,8 +331,8 @@ def _replaces(holder: Sequence | Parked, other: Sequence | Parked) -> bool:
     length = len(other.tokens)
     if common_prefix(holder.tokens, other.tokens) < length:
         return False
-    same = holder.client == other.client and (other.plain >= length or holder.owner == other.owner)
-    return getattr(holder, "pinned", False) or (same and holder.plain >= min(other.plain, length))
+    plain = holder.plain >= length or (holder.owner == other.owner and holder.plain >= other.plain)
+    return getattr(holder, "pinned", False) or (holder.client == other.client and plain)
 
 
 def _runs_after_gap(plain: _Match, prompt: array):

@@ -88,7 +88,7 @@ class Served:
 
     def idle(self) -> None:
         """Waits until nobody is answered."""
-        until(lambda: not (self.engine.running or self.engine.waiting or self.engine._n_open), "quiet")
+        until(lambda: not (self.engine.running or self.engine.waiting or self.engine._open), "quiet")
 
     def stop(self) -> None:
         self._server.should_exit = True

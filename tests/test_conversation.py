@@ -159,7 +159,7 @@ def test_turns_that_the_next_question_would_drop_are_dropped_while_the_answer_is
         messages.append(user(f"Say something about topic {number}."))
         prompt = bot.conversation.prompt(messages, client="me")
         if prompt.trimmed and number > 5:
-            ahead += not bot.engine.cache.missing(array("i", prompt.tokens[:-16]), "me", "me", trimmed=False, live=False)
+            ahead += not bot.engine.cache.missing(array("i", prompt.tokens[:-16]), "me", "me", True, live=True)
         reply = bot.engine.stream(
             prompt.tokens, Sampling(temperature=0), 12, owner="me", client="me", trimmed=prompt.trimmed,
             follow=prompt.follow, on_end=lambda reply: bot.conversation.after(reply, prompt, messages, "me"),

@@ -224,8 +224,8 @@ def test_afresh_reuses_the_opening_alone():
 def test_what_one_client_left_serves_no_other_live_parked_or_at_work():
     cache, memory = make(2)
     serve(cache, memory, SYSTEM + turn(1), client="a")
-    assert serve(cache, memory, SYSTEM + turn(1) + [1], client="b") == 20
-    assert serve(cache, memory, SYSTEM + turn(1) + [2], client="a") == 60
+    assert serve(cache, memory, SYSTEM + turn(1), client="b") == 20
+    assert serve(cache, memory, SYSTEM + turn(1), client="a") == 59
     serve(cache, memory, SYSTEM + turn(2), client="c")
     serve(cache, memory, SYSTEM + turn(3), client="c")
     assert {parked.client for parked in cache.parked} == {"a", "b"}  # the same tokens: one does not replace the other
@@ -266,6 +266,69 @@ def test_a_copy_of_what_was_computed_in_the_light_of_dropped_turns_serves_no_oth
     serve(cache, memory, SYSTEM + turn(2) + turn(3) + turn(4), owner="a", trimmed=True)
     assert serve(cache, memory, SYSTEM + turn(2) + turn(5), owner="a", trimmed=True) == 60  # the rest is worth keeping
     assert serve(cache, memory, SYSTEM + turn(2) + turn(5) + [1], owner="b") == 20
+
+
+def test_cells_of_its_own_do_not_make_a_sequence_forget_in_what_light_it_was_computed():
+    cache, memory = make(3)
+    serve(cache, memory, SYSTEM + turn(1) + turn(2) + turn(3), owner="a")
+    moved = SYSTEM + turn(2) + turn(3) + turn(4)
+    serve(cache, memory, moved + turn(5), owner="a", trimmed=True)
+    assert serve(cache, memory, moved + turn(6), owner="a", trimmed=True) == 140  # shares what is common
+    assert serve(cache, memory, SYSTEM + turn(2) + turn(4) + turn(5) + turn(7), owner="a", trimmed=True) == 140
+    assert serve(cache, memory, SYSTEM + turn(2) + [1], owner="b") == 20
+
+
+def test_a_copy_of_what_stands_before_the_gap_serves_everybody():
+    cache, memory = make(3)
+    serve(cache, memory, SYSTEM + turn(1) + turn(2) + turn(3), owner="a")
+    serve(cache, memory, SYSTEM + turn(1) + turn(3) + turn(4), owner="a", trimmed=True)
+    assert serve(cache, memory, SYSTEM + turn(1) + turn(5), owner="b") == 60
+    assert serve(cache, memory, SYSTEM + turn(1) + turn(5) + [1], owner="c") == 100
+
+
+def test_of_a_conversation_the_longest_copy_alone_is_parked():
+    cache, memory = make(1)
+    for talk in (turn(1), turn(1) + turn(2)):
+        slot = cache.slots[0]
+        cache._clear(slot)
+        memory.compute(slot.id, SYSTEM + talk)
+        slot.tokens = token_array(SYSTEM + talk)
+        cache._vacate(slot)
+    assert [len(parked.tokens) for parked in cache.parked] == [100]
+
+
+@pytest.mark.parametrize(
+    "first, second, parked",  # each the owner and how many tokens were computed in the light of those before alone
+    [(("a", 60), ("b", 60), 1), (("a", 20), ("a", 20), 1), (("a", 20), ("b", 20), 2), (("a", 20), ("a", 60), 1),
+     (("a", 60), ("a", 20), 1), (("a", 20), ("b", 60), 1), (("a", 60), ("b", 20), 1), (("a", 20), ("a", 40), 1)],
+)
+def test_a_copy_is_replaced_by_one_that_is_good_for_as_much(first, second, parked):
+    cache, memory = make(1)
+    for owner, plain in (first, second):
+        slot = cache.slots[0]
+        memory.compute(slot.id, SYSTEM + turn(1))
+        slot.tokens, slot.owner, slot.plain = token_array(SYSTEM + turn(1)), owner, plain
+        cache._vacate(slot)
+    assert len(cache.parked) == parked
+    assert max(each.plain for each in cache.parked) == max(first[1], second[1])
+
+
+def test_an_emptied_sequence_serves_everybody_again():
+    cache, memory = make(1, cache_bytes=0)
+    serve(cache, memory, SYSTEM + turn(1) + turn(2), turn(3), owner="a")
+    serve(cache, memory, SYSTEM + turn(2) + turn(3) + turn(4), owner="a", trimmed=True)
+    serve(cache, memory, turn(8), owner="b")
+    assert serve(cache, memory, turn(8) + [1], owner="c") == 40
+
+
+def test_what_another_sequence_holds_anyhow_is_not_parked():
+    cache, memory = make(2)
+    for slot in [cache.acquire(token_array(SYSTEM + turn(1))) for _ in range(2)]:
+        memory.compute(slot.id, turn(1))
+        slot.tokens.extend(turn(1))
+        cache.release(slot)
+    serve(cache, memory, SYSTEM + turn(2))
+    assert cache.parked == []
 
 
 def test_a_sequence_at_work_closes_no_gap():
@@ -360,7 +423,7 @@ def test_what_ended_last_is_overwritten_last():
         slot.tokens.extend(turn(slot.id + 1))
     cache.release(second)
     cache.release(first)
-    assert cache.acquire(token_array(SYSTEM + turn(3))) is second
+    assert cache.acquire(token_array(turn(3))) is second
 
 
 def test_how_much_of_a_prompt_is_missing():

@@ -47,7 +47,7 @@ class Person:
     def ask(self):
         """A question of one kind or another; what its answer may have in it to end it is by chance too."""
         kind, stop = self.chance.random(), self.chance.choice(["", "e", ". "])
-        sampling = Sampling(seed=self.chance.choice([-1, -1, -1, 7]))
+        sampling = Sampling(seed=7 if self.chance.random() < 0.1 else -1)
         if kind < 0.15:
             return plain(self.bot, self.text(3), client=self.client, keep=kind > 0.05)
         stop = {"stop": [stop]} if stop else {}
