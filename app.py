@@ -135,7 +135,8 @@ def main() -> int:
             print(error, file=sys.stderr)
             engine.close()
             return 2
-        outside = " in the container; outside, the port it is published at counts" if "container" in surroundings() else ""
+        inside = "container" in surroundings()
+        outside = " in the container; outside, the port it is published at counts" if inside else ""
         log.info("the page is at %s%s", url(config.server.host, config.server.port), outside)
     while not (stop.wait(0.2) or engine.ended.is_set()):
         pass
