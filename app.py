@@ -138,7 +138,8 @@ def main() -> int:
             return 2
     with interrupt.Signals(SIGNALS) as signals:
         if demo.is_running:
-            outside = " in the container; outside, the port it is published at counts" if "container" in surroundings() else ""
+            inside = "container" in surroundings()
+            outside = " in the container; outside, the port it is published at counts" if inside else ""
             log.info("the page is at %s%s", url(config.server.host, config.server.port), outside)
         while not ((number := signals.wait(0.2)) or engine.ended.is_set()):
             pass

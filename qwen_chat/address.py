@@ -5,9 +5,12 @@ import ipaddress
 import os
 import socket
 
-FORMS = ("server.host in config.yaml names where to listen: 127.0.0.1, 0.0.0.0, ::, or a name or an address of this machine, "
-         "without a port (server.port is for that); fe80:... with its interface, as in fe80::1%eth0.")
-WITHIN = {"0.0.0.0": ("127.0.0.1",), "::": ("::1", "127.0.0.1")}  # where this machine itself reaches what listens anywhere
+FORMS = (
+    "server.host in config.yaml names where to listen: 127.0.0.1, 0.0.0.0, ::, or a name or an address of this "
+    "machine, without a port (server.port is for that); fe80:... with its interface, as in fe80::1%eth0."
+)
+# Where this machine itself reaches what listens anywhere
+WITHIN = {"0.0.0.0": ("127.0.0.1",), "::": ("::1", "127.0.0.1")}
 ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 

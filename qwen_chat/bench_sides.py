@@ -236,7 +236,8 @@ class HttpSide:
         self._system = system
         self._errors = httpx.HTTPError, httpx.InvalidURL
         limits = httpx.Limits(max_connections=most, max_keepalive_connections=most)
-        self._client = httpx.Client(timeout=httpx.Timeout(ANSWER_SECONDS, connect=5), limits=limits, proxy=proxies.for_address(base), trust_env=False)
+        timeout, proxy = httpx.Timeout(ANSWER_SECONDS, connect=5), proxies.for_address(base)
+        self._client = httpx.Client(timeout=timeout, limits=limits, proxy=proxy, trust_env=False)
         self.model = self._first_model()
 
     def ask(self, messages: list[dict], max_tokens: int, owner: object = None) -> Answer:

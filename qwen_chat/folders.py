@@ -9,8 +9,8 @@ SHARED_MEMORY = Path("/dev/shm")  # which a container can write to even where al
 
 
 def cache() -> Path:
-    """Where what was fetched, or found out about this machine, is kept: $XDG_CACHE_HOME/qwen-chat, ~/.cache/qwen-chat, or,
-    for a user without a home, .cache/qwen-chat beside app.py. Need not exist, nor be writable."""
+    """Where what was fetched, or found out about this machine, is kept: $XDG_CACHE_HOME/qwen-chat, ~/.cache/qwen-chat,
+    or, for a user without a home, .cache/qwen-chat beside app.py. It need not exist, nor be writable."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return (ROOT / ".cache" if base.startswith("~") else Path(base)) / "qwen-chat"
 

@@ -85,7 +85,8 @@ def _is_here(host: str) -> bool:
 
 
 def through(url: str) -> str:
-    """" (through the proxy ADDRESS)" where `url` is fetched through one, without user and password; else nothing."""
+    """The words "(through the proxy ADDRESS)" after a space where `url` is fetched through one, else nothing. The
+    address is without user and password."""
     proxy = for_address(url)
     return f" (through the proxy {_shown(proxy)})" if proxy else ""
 
@@ -140,7 +141,10 @@ def leave_out_unusable() -> None:
     Libraries would fail with them while they are imported, whether anything is fetched or not.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    uses = {"SSL_CERT_FILE": context.load_verify_locations, "SSLKEYLOGFILE": partial(setattr, context, "keylog_filename")}
+    uses = {
+        "SSL_CERT_FILE": context.load_verify_locations,
+        "SSLKEYLOGFILE": partial(setattr, context, "keylog_filename"),
+    }
     for name, use in uses.items():
         file = os.environ.get(name)
         try:

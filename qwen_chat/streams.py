@@ -38,8 +38,13 @@ def _safe(stream: io.TextIOWrapper | None, needed: bool) -> io.TextIOWrapper:
     if stream is None:  # it was closed
         return open(os.devnull, "w", encoding="utf-8", errors="backslashreplace")
     raw = getattr(stream.buffer, "raw", stream.buffer)
-    return io.TextIOWrapper(io.BufferedWriter(_Output(raw, needed)), stream.encoding, "backslashreplace",
-                            line_buffering=stream.line_buffering, write_through=stream.write_through)
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Output(raw, needed)),
+        stream.encoding,
+        "backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 class _Output(io.RawIOBase):

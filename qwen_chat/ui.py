@@ -16,7 +16,8 @@ from pathlib import Path
 
 from . import proxies
 
-for name in [name for name in os.environ if name.startswith("GRADIO_")]:  # config.yaml alone says how the page is served
+# config.yaml alone says how the page is served
+for name in [name for name in os.environ if name.startswith("GRADIO_")]:
     del os.environ[name]
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read while gradio is imported, and so are proxies and certificates
 proxies.leave_out_unusable()
@@ -200,10 +201,12 @@ class ChatPage(gr.ChatInterface):
         """Opens Gradio's tunnel, so that the page has a public address, which is logged; where that fails, why."""
         try:
             with proxies.let_out():
-                self.share_url = networking.setup_tunnel(self.server_name, self.server_port, self.share_token, None, None)
+                here = self.server_name, self.server_port
+                self.share_url = networking.setup_tunnel(*here, self.share_token, None, None)
             log.info("the page is also at %s", self.share_url)
         except Exception as error:  # whatever Gradio and its program for tunnels raise
-            log.warning("server.share: there is no public address: %s", proxies.without_logins(str(error.__cause__ or error)))
+            reason = proxies.without_logins(str(error.__cause__ or error))
+            log.warning("server.share: there is no public address: %s", reason)
 
     def words(self, request: gr.Request) -> texts.Words:
         """The words in the language of the one who asks."""

