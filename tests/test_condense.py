@@ -420,6 +420,20 @@ def test_a_summary_belongs_to_the_system_prompt_it_was_asked_for_with(small, mon
     assert len({len(each) for each in prompts[::len(prompts) // 2]}) == 1  # the same parts
 
 
+def test_a_note_is_found_by_the_one_it_was_written_for(bot):
+    person = condenser(bot)
+    person._notes.put("me", b"place", "A note.")
+    found = [person.note_of(*each) for each in (("me", b"place"), ("you", b"place"), (None, b"place"), ("me", b"other"))]
+    assert found == ["A note.", "", "", ""]
+
+
+def test_a_text_of_a_token_for_each_character_is_found_too_long(bot):
+    person, longest = condenser(bot), bot.conversation.longest()
+    digits = "7" * longest
+    assert bot.conversation.count(digits) == longest
+    assert person.too_long([user(digits)]) is None and person.too_long([user(digits + "7")]) == 0
+
+
 def test_one_who_has_been_condensed_for_waits_in_line_and_others_do_not(small):
     short, long = [user("Hi")], [user(f"{SHORT}\n\n{QUESTION}")]
     person = condenser(small)

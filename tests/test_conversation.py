@@ -137,6 +137,16 @@ def test_what_follows_an_answer_is_what_the_next_prompt_has_there(bot):
     assert first.follow and second.tokens[: len(expected)] == expected
 
 
+def test_turns_dropped_ahead_leave_room_for_a_question_of_ordinary_length(bot):
+    messages, dropped = [], 0
+    for number in range(40):
+        ahead, asked = (bot.conversation.prompt([*messages, user(text)]) for text in ("", "word " * 40))
+        assert ahead.dropped == asked.dropped and asked.max_tokens == 64
+        dropped = ahead.dropped
+        messages += [user(f"question {number} " + "word " * (number % 5)), answer("word " * (3 + number % 7))]
+    assert dropped > 5
+
+
 def test_without_shifting_half_the_room_is_freed_at_once_and_stays_so(bot):
     class CannotShift:
         model, n_ctx, can_shift = bot.engine.model, bot.engine.n_ctx, False
@@ -278,6 +288,17 @@ def test_an_answer_of_the_interface_for_programs_is_kept_in_the_same_way(bot):
     assert conversation._answers.get(None, b"") is None
 
 
+def test_an_answer_in_two_parts_is_kept_as_one(bot):
+    conversation, model = Conversation(bot.engine, bot.config), bot.engine.model
+    first, rest = spelled(model, "hello"), spelled(model, " world")
+    conversation.remember(reply_of("hello", first), conversation.prompt([user("x")], client="me"))
+    going_on = conversation.prompt([user("x")], begun="hello", client="me")
+    assert going_on.tokens[-5:] == first
+    conversation.remember(reply_of(" world", rest), going_on)
+    tokens = conversation.prompt([user("x"), answer("hello world"), user("y")], client="me").tokens
+    assert any(tokens[at : at + 11] == first + rest for at in range(len(tokens)))
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_tokens_of_a_stop_string_are_no_part_of_an_answer(bot, size):
     messages, conversation = [user("Tell me about the sea.")], Conversation(bot.engine, bot.config)
@@ -414,6 +435,14 @@ def test_the_longest_message_leaves_the_least_room_for_its_answer_and_no_less(bo
         conversation.prompt([user("word" + " word" * longest)])
     assert refused.value.size == refused.value.limit + 1
     assert conversation.fits("word" + " word" * (longest - 1)) and not conversation.fits("word" + " word" * longest)
+
+
+def test_a_text_that_an_estimate_finds_too_long_is_counted_before_it_is_said_not_to_fit(bot):
+    engine = SimpleNamespace(model=bot.engine.model, n_ctx=60_000, can_shift=True)
+    conversation, dense, sparse = Conversation(engine, bot.config), "1 2 " * 2000, "words " * 5000
+    text = f"{dense}{sparse}{dense}{sparse}{dense}"
+    assert conversation.count(text) < conversation.longest() < conversation.size(text)
+    assert conversation.fits(text) and not conversation.fits(3 * text)
 
 
 def test_with_what_has_begun_the_same_room_is_left_for_the_rest(bot):

@@ -131,6 +131,17 @@ def test_each_message_costs_what_its_texts_take_wherever_they_stand(model, shape
         assert shown <= size <= shown + 40  # with what the template has before it
 
 
+def test_where_less_of_a_chat_takes_more_than_all_of_it_the_answer_still_has_room(bot):
+    """Nobody can tell from the whole chat and from its last turn what a template has around what is between them."""
+    odd = "{% if 3 < messages | length < 24 %}{{ 'header ' * 60 }}{% endif %}" + TEMPLATES["plain"]
+    conversation = conversation_on(Model(bot.engine.model, odd))
+    texts = [f"{number} " + "word " * 12 for number in range(61)]
+    for rounds in range(12, 31):
+        prompt = conversation.prompt(talk(*texts[: 2 * rounds + 1], system=""))
+        assert prompt.max_tokens == 64 and len(prompt.tokens) + 64 <= 512
+        assert text_of(bot.engine.model, prompt.tokens).count("header") == 60
+
+
 @pytest.mark.parametrize("system", [SYSTEM, "", "word " * 100])
 def test_as_many_turns_are_kept_as_fit_and_no_fewer(model, system):
     conversation = conversation_on(model, system=system)
@@ -181,6 +192,15 @@ def test_a_template_that_refuses_a_conversation_says_so(bot):
         template.render([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
     with pytest.raises(ValueError, match="refuses this conversation: System role not supported"):
         template.render([{"role": "system", "content": "a"}])
+
+
+@pytest.mark.parametrize("name", ["plain", "no system role, silently"])
+def test_a_model_that_wants_a_start_token_gets_one(bot, name):
+    model = Model(bot.engine.model, TEMPLATES[name])
+    model.adds_bos = True
+    start = model.tokenize(model.special_text("bos"), special=True)
+    tokens = joined(ChatTemplate(model).render(talk("Hi", system="")))
+    assert start and tokens[: len(start)] == start and tokens[len(start) : 2 * len(start)] != start
 
 
 def test_an_answers_own_tokens_stay_where_a_template_strips_it(bot):
