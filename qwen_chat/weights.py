@@ -82,8 +82,8 @@ class _Reasons(list[str]):
 
     passing = False
 
-    def add(self, source: str, reason: str, error: Exception) -> None:
-        self.append(f"{source}: {reason}")
+    def add(self, reason: str, error: Exception) -> None:
+        self.append(reason)
         self.passing |= not (isinstance(error, _Wrong) or _status(error) in (401, 403, 404))
 
 
@@ -115,7 +115,7 @@ def find(model: Model, report: Report = lambda progress: None) -> Weights:
         except Exception as error:  # whatever is wrong with this one, the next may do
             reason = _reason(error)
             log.warning("%s cannot be had: %s", fallback.name, reason)
-            tried.add(fallback.name, reason, error)
+            tried.add(f"{fallback.name}: {reason}", error)
             why += f"; {fallback.name} cannot be had"
     raise (WeightsError if tried.passing else UnusableWeights)(_nothing_found(model, tried))
 
@@ -357,7 +357,7 @@ def _first(endpoints: list[str], fetch: Callable[[str], Path], tried: _Reasons) 
         except Exception as error:  # the hub client's transport has errors of its own
             reason = str(error) if isinstance(error, proxies.ProxyError) else _reason(error) + way
             log.warning("%s: %s", host, reason)
-            tried.add(host, reason, error)
+            tried.add(f"{host}: {reason}", error)
     return None
 
 

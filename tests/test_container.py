@@ -147,8 +147,8 @@ class Container:
             connection.close()
 
     def stop(self) -> int:
-        """`docker stop`; the status is 137 where the process had to be killed."""
-        self.docker("stop", self.id)
+        """`docker stop`, with patience; the status is 137 where the process had to be killed."""
+        self.docker("stop", "--time", PATIENCE, self.id)
         return int(self.state("ExitCode"))
 
 
