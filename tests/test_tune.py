@@ -53,6 +53,11 @@ def test_more_than_the_spread_is_asked_even_where_every_round_is_won():
     assert not faster([51, 51, 52, 53, 53, 70, 75, 80, 90], [50] * 9)  # 6% in the median, but the middle half spreads over 46%
 
 
+def test_a_round_without_a_difference_speaks_against_one():
+    assert faster([52.5] * 8 + [50.0], [50.0] * 9)
+    assert not faster([52.5] * 7 + [50.0] * 2, [50.0] * 9)
+
+
 def test_what_is_kept_is_clearly_the_fastest_only_where_it_beats_all_others():
     kept = choose({1: [70.0] * 5, 2: [70.0] * 5, 3: [30.0] * 5}, present=1)
     assert (kept.value, kept.clear, kept.why) == (1, False, "no clear difference, kept")
