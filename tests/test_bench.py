@@ -30,6 +30,7 @@ def test_a_figure_has_a_median_and_says_whether_its_target_is_met():
     figure = Figure("first token", "ms", [3.0, 1.0, 2.0], at_most=2)
     assert figure.median == 2 and figure.met and figure.target == "at most 2"
     assert not Figure("speed", "", [0.9, 0.95], at_least=0.97).met
+    assert Figure("speed", "", [0.97], at_least=0.97).met
     assert Figure("plain", "", [1.0]).met is None
     assert figure.as_dict()["low"] == 1 and figure.as_dict()["high"] == 3 and figure.as_dict()["values"] == [3, 1, 2]
 
@@ -44,7 +45,7 @@ def test_the_slope_of_a_line():
     assert slope([3, 3, 3]) == slope([3]) == slope([]) == 0
 
 
-@pytest.mark.parametrize("value, text", [(1234.5, "1,234"), (12.34, "12.3"), (0.1234, "0.12"), (0.0, "0.00"), (7, "7"), ("x", "x")])
+@pytest.mark.parametrize("value, text", [(1234.5, "1,234"), (100.0, "100"), (12.34, "12.3"), (10.0, "10.0"), (0.1234, "0.12"), (0.0, "0.00"), (7, "7"), ("x", "x")])
 def test_numbers_as_people_read_them(value, text):
     assert number(value) == text
 
@@ -75,6 +76,17 @@ def test_the_axis_ends_at_a_round_number(highest, top):
 
 
 # Texts and answers
+
+
+def test_at_most_twelve_turns_are_written_below_the_axis():
+    assert bench_report._ticks(12) == list(range(1, 13))
+    assert bench_report._ticks(13) == [1, 2, 4, 6, 8, 10, 12]
+
+
+def test_what_is_said_of_dropped_turns_stands_where_there_is_room():
+    for dropped_from, side in ((1, "start"), (19, "end")):
+        rows = [{"first_ms": 30.0, "dropped": number >= dropped_from} for number in range(20)]
+        assert f'text-anchor="{side}" fill="#777">from here' in svg(rows, "", "")
 
 
 def test_texts_have_the_length_asked_for_and_are_always_the_same():

@@ -1,5 +1,6 @@
 """How quantisations are compared: against an independent computation, and on what cannot be compared."""
 
+import argparse
 import json
 import math
 from types import SimpleNamespace
@@ -80,6 +81,38 @@ def test_models_of_different_vocabularies_are_refused():
     models = [SimpleNamespace(n_vocab=n, piece=lambda token: b"x", path=SimpleNamespace(name=f"{n}.gguf")) for n in (3, 4)]
     with pytest.raises(quality.ModelError, match="4.gguf has another vocabulary than 3.gguf"):
         quality._compare_vocabularies(models)
+
+
+def test_vocabularies_differ_where_some_tokens_do():
+    models = [SimpleNamespace(n_vocab=200, piece=lambda token, other=other: b"x" if token < 100 else other, path=SimpleNamespace(name="x")) for other in (b"y", b"z")]
+    with pytest.raises(quality.ModelError, match="another vocabulary"):
+        quality._compare_vocabularies(models)
+
+
+def test_models_take_turns_and_the_first_round_does_not_count(monkeypatch):
+    order, figures = [], iter([(1, 1), (1, 1), (200, 20), (100, 10), (100, 10), (200, 40)])
+    monkeypatch.setattr(quality, "speeds", lambda model: order.append(model) or next(figures))
+    results = [Quality("a", 1), Quality("b", 1)]
+    quality._time(["a", "b"], 2, results)
+    assert order == ["a", "b", "b", "a", "a", "b"]  # who was first is second in the next round
+    assert results[1].prompt == [200, 200] and results[0].prompt == [100, 100]
+    assert (results[1].prompt_ratio, results[1].answer_ratio, results[0].answer_ratio) == (2, 3, 1)
+
+
+def test_speeds_are_tokens_by_seconds(monkeypatch):
+    read = []
+    model = SimpleNamespace(forget=lambda: None, read=lambda tokens, position, every=True: read.append(len(tokens)))
+    monkeypatch.setattr(quality.time, "perf_counter", lambda times=iter([0.0, 2.0, 5.0]): next(times))
+    prompt, answer = quality.speeds(model)
+    assert read == [quality.CHUNK] * 2 + [1] * quality.ANSWER
+    assert (prompt, answer) == (quality.CHUNK, quality.ANSWER / 3)
+
+
+def test_rounds_are_a_number_up_to_a_thousand():
+    assert [quality._rounds(text) for text in ("0", "1000")] == [0, 1000]
+    for text in ("1001", "-1", "²", "x"):
+        with pytest.raises(argparse.ArgumentTypeError, match="from 0 to 1000"):
+            quality._rounds(text)
 
 
 def test_ratios_are_made_round_by_round():

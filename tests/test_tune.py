@@ -49,6 +49,21 @@ def test_noise_keeps_what_is_in_use():
     assert not faster([45, 51, 55, 70, 80], [50, 50, 50, 50, 50])
 
 
+def test_more_than_the_spread_is_asked_even_where_every_round_is_won():
+    assert faster([53.0] * 9, [50.0] * 9)
+    assert not faster([51, 51, 52, 53, 53, 70, 75, 80, 90], [50] * 9)  # 6% in the median, but the middle half spreads over 46%
+
+
+def test_a_round_without_a_difference_speaks_against_one():
+    assert faster([52.5] * 8 + [50.0], [50.0] * 9)
+    assert not faster([52.5] * 7 + [50.0] * 2, [50.0] * 9)
+
+
+def test_what_is_kept_is_clearly_the_fastest_only_where_it_beats_all_others():
+    kept = choose({1: [70.0] * 5, 2: [70.0] * 5, 3: [30.0] * 5}, present=1)
+    assert (kept.value, kept.clear, kept.why) == (1, False, "no clear difference, kept")
+
+
 def test_ties_and_too_little_keep_what_is_in_use():
     assert choose({1: [50.0] * 9, 2: [50.0] * 9}, present=2).value == 2
     assert choose({1: [50.0] * 9, 2: [51.0] * 9}, present=1).value == 1  # 2% is no difference
@@ -81,6 +96,7 @@ def test_a_real_difference_within_noise_is_mostly_found():
 def test_not_slower_needs_more_than_not_clearly_slower():
     assert not_slower([50.0] * 5, [50.5] * 5)
     assert not not_slower([50.0] * 5, [55.0] * 5)
+    assert not_slower([49.0] * 5, [50.0] * 5) and not not_slower([48.0] * 5, [50.0] * 5)  # 2% and 4%
     assert not not_slower([50.0] * 4, [50.0] * 4)
     assert not not_slower([40, 60, 45, 58, 47], [50, 50, 50, 50, 50])
 
@@ -144,6 +160,18 @@ def test_what_is_hopeless_is_measured_three_times_but_for_what_is_in_use():
     speeds, order = measured(lambda each, number: {1: 10.0, 2: 20.0, 4: 50.0, 8: 50.0}[each], [1, 2, 4, 8], present=1)
     assert [len(speeds[each]) for each in (1, 2, 4, 8)] == [5, 3, 5, 5]
     assert choose(speeds, 1).value == 4
+
+
+def test_one_good_round_keeps_a_slow_candidate_in():
+    speeds, _ = measured(lambda each, number: {1: 50.0, 2: 60.0 if number == 2 else 20.0}[each], [1, 2], present=1)
+    assert len(speeds[2]) > 3
+
+
+def test_all_kinds_of_speed_have_to_be_decided():
+    shaky = iter([1.3, 0.8] * 9)
+    speeds = {kind: {1: [], 2: []} for kind in ("clear", "shaky")}
+    compare(speeds, {"clear": 1, "shaky": 1}, lambda each: {"clear": {1: 60.0, 2: 65.0}[each], "shaky": 50 * next(shaky)}, 9, float("inf"))
+    assert decided(speeds["clear"], 1) and len(speeds["clear"][1]) == 9
 
 
 def test_one_candidate_is_measured_once():
