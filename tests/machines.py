@@ -15,8 +15,8 @@ FOLDER, as machines.sh makes it:
                       compiler; run on this processor where it can, and on those that QEMU emulates
     compilers/        llama.cpp's native code by other compilers, loaded into the Python of this architecture
 
-What emulation cannot show: speed; AVX-512, AVX-VNNI, AMX and SME, which QEMU 7.2 has not; the faults of a real
-processor; another kernel; macOS and Windows. Needs Linux.
+What emulation cannot show: speed; AVX-512, AVX-VNNI and AMX, which QEMU's x86 has not; the faults of a real processor;
+another kernel; macOS and Windows. Needs Linux.
 """
 
 import argparse
@@ -38,7 +38,7 @@ EMULATED = {  # what QEMU is told, and what the processor has or which machines 
     "x86_64": {"Nehalem": "SSE 4.2", "SandyBridge": "AVX", "IvyBridge": "AVX, F16C", "Haswell": "AVX2, FMA"},
     "aarch64": {
         "cortex-a72": "Raspberry Pi 4", "cortex-a76": "Raspberry Pi 5", "neoverse-n1": "Graviton 2, Ampere Altra",
-        "max": "with SVE 2 and i8mm",
+        "max": "i8mm, SVE 2, SME",
     },
 }
 ALL_CODES = "max"  # emulation is slow: on the others only what llama.cpp chooses is tried
