@@ -15,8 +15,8 @@ FOLDER, as machines.sh makes it:
                       compiler; run on this processor where it can, and on those that QEMU emulates
     compilers/        llama.cpp's native code by other compilers, loaded into the Python of this architecture
 
-What emulation cannot show: speed; AVX-512, AVX-VNNI, AMX and SME, which QEMU 7.2 has not; the faults of a real
-processor; another kernel; macOS and Windows. Needs Linux.
+What emulation cannot show: speed; AVX-512, AVX-VNNI and AMX, which QEMU's x86 has not; the faults of a real processor;
+another kernel; macOS and Windows. Needs Linux.
 """
 
 import argparse
@@ -32,19 +32,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXT = (
-    "A haiku is a short poem of three lines. The first line has five syllables, the second line has seven syllables, "
-    "and the third line has"
-)
+TEXT = "The capital of France is Paris, the capital of Japan is Tokyo, and the capital of Italy is"
 ROUNDING = 0.5  # nats between the two likeliest tokens, up to which another order of them counts as rounding
 EMULATED = {  # what QEMU is told, and what the processor has or which machines have it
     "x86_64": {"Nehalem": "SSE 4.2", "SandyBridge": "AVX", "IvyBridge": "AVX, F16C", "Haswell": "AVX2, FMA"},
     "aarch64": {
         "cortex-a72": "Raspberry Pi 4", "cortex-a76": "Raspberry Pi 5", "neoverse-n1": "Graviton 2, Ampere Altra",
-        "max": "with SVE 2 and i8mm",
+        "max": "i8mm, SVE 2, SME",
     },
 }
-ALL_VARIANTS = "max"  # emulation is slow: on the others only the code that llama.cpp chooses is tried
+ALL_CODES = "max"  # emulation is slow: on the others only what llama.cpp chooses is tried
 COLUMNS = ("machine", "Python", "compiler", "code", "starts", "answers", "same tokens")
 
 
@@ -61,8 +58,8 @@ def codes() -> list[str]:
     return sorted((file for file in scores if scores[file]), key=lambda file: -scores[file])
 
 
-def answer(model: Path, n_tokens: int, code: str) -> dict:
-    """Continues TEXT with the code in the file `code`, or the library's own where that is "".
+def answer(model: Path, n_tokens: int, n_threads: int | str, code: str) -> dict:
+    """Continues TEXT with the code in the file `code`, or what llama.cpp chooses where that is "".
 
     Prints and returns what computes, whether it started, and for each token the two likeliest: [[id, log-probability
     in nats], [...]]. What is printed before it ends counts where it dies.
@@ -84,22 +81,28 @@ def answer(model: Path, n_tokens: int, code: str) -> dict:
         load.restype = ctypes.c_void_p
         if not load(os.fsencode(code)):
             raise SystemExit(f"llama.cpp does not load {code}")
-    library = re.findall(r"/\S*libggml-cpu\S*", Path("/proc/self/maps").read_text())[-1]
-    told = {"python": platform.python_version(), "compiler": compiler(Path(library))}
+    told = {"python": platform.python_version(), "compiler": compiler_in_use()}
     print(json.dumps(told), flush=True)
-    config = Config.model_validate({"runtime": {"n_ctx": 256, "parallel": 1, "cache_mb": 0}})
+    config = Config.model_validate({"runtime": {"n_ctx": 256, "parallel": 1, "cache_mb": 0, "n_threads": n_threads}})
     engine = Engine(config.runtime, lambda report: Weights(model, model.stem, None))
     engine.start()
     while not engine.ready.wait(0.1):
         if engine.ended.is_set():
             raise SystemExit(str(engine.error))
-    told |= {"started": True, "code": engine.info.cpu_code, "features": engine.info.cpu_features}
+    told |= {"started": True, "compiler": compiler_in_use()}
+    told |= {"code": engine.info.cpu_code, "features": engine.info.cpu_features}
     print(json.dumps(told), flush=True)
     tokens = Conversation(engine, config).plain(TEXT).tokens
     reply = engine.stream(tokens, Sampling(temperature=0, repeat_penalty=1, top_logprobs=2), n_tokens)
     text = "".join(reply)
     engine.close()
     return {**told, "text": text, "tokens": reply.tokens, "top": [each.top for each in reply.logprobs]}
+
+
+def compiler_in_use() -> str:
+    """Which compiler made the code that is loaded; "" before any is."""
+    libraries = re.findall(r"/\S*libggml-cpu\S*", Path("/proc/self/maps").read_text())
+    return compiler(Path(libraries[-1])) if libraries else ""
 
 
 def compiler(library: Path) -> str:
@@ -115,13 +118,12 @@ def compiler(library: Path) -> str:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the program is tried: `python` is the command, `codes` what to load; None: what it finds itself, of which
-    with `best` only what llama.cpp chooses there."""
+    """Where the program is tried: `python` is the command, `codes` the files of llama.cpp's code to load in turn, of
+    which "" is what llama.cpp chooses; None: all that the processor can run."""
 
     name: str
     python: list[str]
     codes: list[str] | None = None
-    best: bool = False
 
 
 def machines(folder: Path | None) -> list[Machine]:
@@ -140,7 +142,8 @@ def machines(folder: Path | None) -> list[Machine]:
             found += [Machine("this processor", python), Machine("this processor", python, natives)]
         for processor, known_as in processors.items():
             python = debian_python(folder / architecture, [f"qemu-{architecture}", "-cpu", processor])
-            found.append(Machine(f"{processor} ({known_as}), emulated", python, best=processor != ALL_VARIANTS))
+            codes = None if processor == ALL_CODES else [""]
+            found.append(Machine(f"{processor} ({known_as}), emulated", python, codes))
     return found
 
 
@@ -196,7 +199,7 @@ def row(machine: Machine, code: str, result: dict, failure: str, reference: dict
         fine, same = False, f"no: {result['code']} was loaded"
     start = "yes" if result.get("started") else f"no: {failure}"
     return fine and not failure, [
-        machine.name, result.get("python", ""), result.get("compiler", ""), name or result.get("code", "native"),
+        machine.name, result.get("python", ""), result.get("compiler", ""), name or result.get("code", ""),
         start, "yes" if answered else f"no: {failure}" if start == "yes" else "", same,
     ]
 
@@ -212,12 +215,12 @@ def main() -> int:
         from qwen_chat import config, weights
 
         options.model = weights.find(config.Model(endpoints=[], fallbacks=[config.SMOLLM2])).path
-    question, seconds = (str(options.model.resolve()), str(options.tokens)), options.minutes * 60
+    question, seconds = (str(options.model.resolve()), str(options.tokens), options.threads), options.minutes * 60
     reference, failure = run(Machine("", [sys.executable]), seconds, *question, "")
     if failure:
         print(f"There is nothing to compare with: the program fails here: {failure}", file=sys.stderr)
         return 1
-    print(f"The text goes on, here:{reference['text']}\n\n{line(COLUMNS)}\n{line(['---'] * len(COLUMNS))}")
+    print(f"The text goes on, here: {reference['text']!r}\n\n{line(COLUMNS)}\n{line(['---'] * len(COLUMNS))}")
     fine = True
     for machine in machines(options.folder):
         if options.only in machine.name:
@@ -230,11 +233,8 @@ def main() -> int:
 
 
 def files(machine: Machine, seconds: float) -> list[str]:
-    """The files of llama.cpp's code to try on a machine; "" where it is part of the library, or none can be listed."""
-    if machine.codes is not None:
-        return machine.codes
-    found, _ = run(machine, seconds)
-    return found[: 1 if machine.best else None] if found else [""]
+    """What `machine` loads in turn; "" where the code is part of the library, or where listing it fails."""
+    return machine.codes if machine.codes is not None else run(machine, seconds)[0] or [""]
 
 
 def parse() -> argparse.Namespace:
@@ -242,6 +242,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="what machines.sh has made")
     parser.add_argument("--model", type=Path, metavar="FILE", help="a .gguf; by default the small model, fetched once")
     parser.add_argument("--tokens", type=int, default=8, help="how many, default %(default)s")
+    parser.add_argument("--threads", default="auto", help="1 where the machine is busy; default as the program chooses")
     parser.add_argument("--minutes", type=float, default=20, help="how long each may take, default %(default)s")
     parser.add_argument("--only", default="", metavar="WORD", help="only machines with this in their name")
     return parser.parse_args()
@@ -250,8 +251,8 @@ def parse() -> argparse.Namespace:
 def on_machine(arguments: list[str]) -> None:
     """What the processes that `run` starts do."""
     if arguments:
-        model, n_tokens, code = arguments
-        print(json.dumps(answer(Path(model), int(n_tokens), code)))
+        model, n_tokens, threads, code = arguments
+        print(json.dumps(answer(Path(model), int(n_tokens), int(threads) if threads.isdigit() else threads, code)))
     else:
         print(json.dumps(codes()))
 

@@ -72,8 +72,10 @@ native() { # a name, where the builder is for the command that follows the C++ f
     tar -C "$builder/source" --strip-components=1 -xf "$builder"/wheels/*.tar.gz
   fi
   # GGML_BACKEND_DL refuses GGML_NATIVE; this flag is what that stands for
-  "${@:4}" cmake -G Ninja -S "$2/source/vendor/llama.cpp/ggml" -B "$2/build/$1" -DCMAKE_BUILD_TYPE=Release \
-    -DGGML_BACKEND_DL=ON -DGGML_NATIVE=OFF -DCMAKE_C_FLAGS=-march=native -DCMAKE_CXX_FLAGS="-march=native $3" >/dev/null
+  "${@:4}" cmake -G Ninja -S "$2/source/vendor/llama.cpp" -B "$2/build/$1" -DCMAKE_BUILD_TYPE=Release \
+    -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF \
+    -DLLAMA_BUILD_APP=OFF -DGGML_BACKEND_DL=ON -DGGML_NATIVE=OFF \
+    -DCMAKE_C_FLAGS=-march=native -DCMAKE_CXX_FLAGS="-march=native $3" >/dev/null
   "${@:4}" cmake --build "$2/build/$1" --target ggml-cpu >/dev/null
   cp "$builder/build/$1/bin/libggml-cpu.so" "$folder/compilers/libggml-cpu-$1.so"
 }
