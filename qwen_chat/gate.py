@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .openai_form import MOST_VALUES, ApiError, few_values
+from .openai_form import TOO_MANY_VALUES, ApiError, few_values
 
 BODY_SECONDS = 30  # for the whole of a request's body to come in
 LINGER_SECONDS, LINGER_BYTES = 5, 64 * 2**20  # how long and how much of a refused body is still read, to be dropped
@@ -154,7 +154,7 @@ class PageGate:
             raise ApiError(404, "there is nothing at this address")
         body = await read_body(scope, receive, self._most_mb)
         if not few_values(body):
-            raise ApiError(413, f"the request's body has more than {MOST_VALUES} values", code="too_many_values")
+            raise ApiError(413, f"the request's body has too many values: {TOO_MANY_VALUES}", code="too_many_values")
         return body
 
 

@@ -16,12 +16,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Va
 from pydantic_core import PydanticCustomError
 
 MOST_STOPS, LONGEST_STOP, MOST_BIASES = 16, 1000, 1024
-MOST_VALUES = 50_000  # numbers, texts, lists and objects of a request's JSON: so many are made within some 20 ms
+MOST_VALUES = 50_000  # commas and opening brackets in a request's JSON; so many values are made within some 20 ms
 MOST_KEYS = 64  # of an object whose keys are prescribed
 MOST_PARTS = 1000  # of a message
 LONGEST_NAME = 100  # characters of a parameter, in an error
 LONGEST_MESSAGE = 500  # characters of an error
 
+TOO_MANY_VALUES = f"more than {MOST_VALUES} commas and opening brackets outside texts"
 NO_MARKS = bytes(set(range(256)) - set(b'"[{,'))  # what stands neither around texts nor before values
 
 
@@ -73,7 +74,7 @@ class Message(Form):
     annotations: Annotated[list, Field(max_length=0)] | None = None
 
     def plain(self) -> dict:
-        content = self.content if isinstance(self.content, str) else [part.model_dump() for part in self.content]
+        content = self.content if isinstance(self.content, str) else [{"type": "text", "text": part.text} for part in self.content]
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
@@ -247,9 +248,9 @@ def read(kind: type[Kind], raw: bytes, most_messages: int) -> Kind:
 
 
 def few_values(raw: bytes) -> bool:
-    """Whether no more than MOST_VALUES values are in the JSON of `raw`.
+    """Whether no more than MOST_VALUES commas and opening brackets are in the JSON of `raw`, outside its texts.
 
-    The marks that stand before values are counted: first all of them, for that is quick, then those outside texts.
+    First all of them are counted, for that is quick.
     """
     if len(raw.translate(None, NO_MARKS + b'"')) <= MOST_VALUES:
         return True
@@ -264,7 +265,7 @@ def _json(raw: bytes) -> Any:
         raise ValueError(f"{name} is not a JSON number")
 
     if not few_values(raw):
-        raise ApiError(400, f"the request's body has more than {MOST_VALUES} values; shorten it", code="too_many_values")
+        raise ApiError(400, f"the request's body has too many values: {TOO_MANY_VALUES}", code="too_many_values")
     try:
         return json.loads(raw.decode("utf-8"), parse_constant=refuse)
     except UnicodeDecodeError:
