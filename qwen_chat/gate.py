@@ -84,10 +84,12 @@ class Guard:
     def _client(self, scope: Scope) -> Hashable:
         """Who asks. Raises ApiError where they may not."""
         if self._closed:
-            raise ApiError(403, "the API is closed: the page asks for a login (server.auth), and no server.api_key is set", code="closed")
+            words = "the API is closed: the page asks for a login (server.auth), and no server.api_key is set"
+            raise ApiError(403, words, code="closed")
         client = ("key", self._number(dict(scope["headers"]))) if self._keys else ("address", network(scope))
         if self._open[client] >= MOST_OPEN:
-            raise ApiError(429, f"{MOST_OPEN} requests of yours are open; try again when one has ended", code="busy", headers={"Retry-After": str(RETRY_BUSY)})
+            words, later = f"{MOST_OPEN} requests of yours are open; try again when one has ended", {"Retry-After": str(RETRY_BUSY)}
+            raise ApiError(429, words, code="busy", headers=later)
         return client
 
     def _number(self, headers: dict[bytes, bytes]) -> int:
@@ -102,7 +104,10 @@ class Guard:
 
 
 async def read_body(scope: Scope, receive: Receive, most_mb: int) -> bytes:
-    """The body of a request, of which no more than `most_mb` MiB is kept. Raises ApiError, and EOFError when the client is gone."""
+    """The body of a request, of which no more than `most_mb` MiB is kept.
+
+    Raises ApiError, and EOFError when the client is gone.
+    """
     length = Headers(scope=scope).get("content-length", "")
     if length.isdigit() and int(length[:20]) > most_mb * 2**20:
         raise _too_large(most_mb)
@@ -126,7 +131,8 @@ async def _collected(receive: Receive, most_mb: int) -> bytes:
 
 
 def _too_large(most_mb: int) -> ApiError:
-    return ApiError(413, f"the request's body is larger than {most_mb} MiB (server.max_body_mb)", code="request_too_large")
+    words = f"the request's body is larger than {most_mb} MiB (server.max_body_mb)"
+    return ApiError(413, words, code="request_too_large")
 
 
 class PageGate:

@@ -27,7 +27,7 @@ NO_MARKS = bytes(set(range(256)) - set(b'"[{,'))  # what stands neither around t
 
 
 class ApiError(Exception):
-    """What is answered in place of what was asked for. `headers` go with it. It is short, however long what it names is."""
+    """What is answered in place of what was asked for. `headers` go with it. It is short, whatever it names."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, headers: dict | None = None):
         super().__init__(shortened(message, LONGEST_MESSAGE))
@@ -55,7 +55,8 @@ class Form(BaseModel):
     def _has_few_keys(cls, value: Any) -> Any:
         """Each key that is not known would be a fault of its own."""
         if isinstance(value, dict) and len(value) > MOST_KEYS:
-            raise PydanticCustomError("too_many_keys", "it has {count} keys, and at most {most} are read", {"count": len(value), "most": MOST_KEYS})
+            counts = {"count": len(value), "most": MOST_KEYS}
+            raise PydanticCustomError("too_many_keys", "it has {count} keys, and at most {most} are read", counts)
         return value
 
 
@@ -74,7 +75,9 @@ class Message(Form):
     annotations: Annotated[list, Field(max_length=0)] | None = None
 
     def plain(self) -> dict:
-        content = self.content if isinstance(self.content, str) else [{"type": "text", "text": part.text} for part in self.content]
+        content = self.content
+        if not isinstance(content, str):
+            content = [{"type": "text", "text": part.text} for part in content]
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
@@ -109,13 +112,16 @@ def _whole(value: Any) -> Any:
 
 def _few_biases(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > MOST_BIASES:
-        raise PydanticCustomError("too_long", "it has {count} entries, and at most {most} are read", {"count": len(value), "most": MOST_BIASES})
+        counts = {"count": len(value), "most": MOST_BIASES}
+        raise PydanticCustomError("too_long", "it has {count} entries, and at most {most} are read", counts)
     return value
 
 
 WHOLE = BeforeValidator(_whole)  # JSON does not tell 5.0 from 5
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[dict[TokenId, Bias] | None, BeforeValidator(_few_biases)]
 Penalty = Annotated[float, Field(ge=-2, le=2)] | None
 Part = Annotated[float, Field(ge=0, le=1)] | None
 Tokens = Annotated[int, Field(ge=1, le=2**31), WHOLE] | None
@@ -138,7 +144,7 @@ class Request(Form):
     presence_penalty: Penalty = None
     seed: Annotated[int, Field(ge=-1, le=2**63 - 1), WHOLE] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
-    logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_few_biases)] = Field(None, json_schema_extra={"maxProperties": MOST_BIASES})
+    logit_bias: Biases = Field(None, json_schema_extra={"maxProperties": MOST_BIASES})
     n: Literal[1] | None = None
     # Taken and ignored.
     user: Any = None
@@ -234,7 +240,8 @@ def read(kind: type[Kind], raw: bytes, most_messages: int) -> Kind:
     body = _without_refused(body)
     if isinstance(body.get("messages"), list):
         if (count := len(body["messages"])) > most_messages:
-            raise ApiError(400, f"messages: there are {count}, and the window holds {most_messages} at most, however short they are", "messages", "context_length_exceeded")
+            words = f"messages: there are {count}, and the window holds {most_messages} at most, however short they are"
+            raise ApiError(400, words, "messages", "context_length_exceeded")
         body["messages"] = [_message(message, f"messages[{number}]") for number, message in enumerate(body["messages"])]
     try:
         request = kind.model_validate(body)
