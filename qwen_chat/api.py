@@ -250,7 +250,8 @@ class Api:
         if grammar:
             self.engine.model.first_bytes  # found here for the first time, not on the thread that answers everybody
         return replace(
-            self._sampling, **given, logit_bias=self._biases(form.logit_bias or {}), grammar=grammar, top_logprobs=form.alternatives,
+            self._sampling, **given, logit_bias=self._biases(form.logit_bias or {}),
+            grammar=grammar, top_logprobs=form.alternatives,
         )
 
     def _biases(self, given: dict[str, float]) -> tuple[tuple[int, float], ...]:
@@ -275,7 +276,8 @@ def _grammar(wanted) -> str:
 
 def _shutting_down() -> ApiError:
     """A client that waits for its answer is cut off by nothing else."""
-    return ApiError(503, "the answer was cut off, or not begun: the program ends", code="shutting_down", headers={"Retry-After": str(RETRY_LOADING)})
+    words, later = "the answer was cut off, or not begun: the program ends", {"Retry-After": str(RETRY_LOADING)}
+    return ApiError(503, words, code="shutting_down", headers=later)
 
 
 async def _whole(request: Request, reply: Reply, answer: Shape) -> Response:
@@ -355,7 +357,7 @@ def _event(content: dict) -> str:
 
 
 async def _made(reply: Reply, content: Callable[[], dict]) -> str:
-    """The event of a chunk. Log-probabilities may be those of a whole answer, if its client was slow: others go on meanwhile."""
+    """The event of a chunk. Log-probabilities may be those of a whole answer, if its client was slow; then others go on."""
     if not reply.logprobs:
         return _event(content())
     return await asyncio.to_thread(lambda: f"data: {AsciiJSON(content()).body.decode()}\n\n")

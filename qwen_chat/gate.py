@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .openai_form import MOST_VALUES, ApiError, few_values
+from .openai_form import TOO_MANY_VALUES, ApiError, few_values
 
 BODY_SECONDS = 30  # for the whole of a request's body to come in
 LINGER_SECONDS, LINGER_BYTES = 5, 64 * 2**20  # how long and how much of a refused body is still read, to be dropped
@@ -84,10 +84,12 @@ class Guard:
     def _client(self, scope: Scope) -> Hashable:
         """Who asks. Raises ApiError where they may not."""
         if self._closed:
-            raise ApiError(403, "the API is closed: the page asks for a login (server.auth), and no server.api_key is set", code="closed")
+            words = "the API is closed: the page asks for a login (server.auth), and no server.api_key is set"
+            raise ApiError(403, words, code="closed")
         client = ("key", self._number(dict(scope["headers"]))) if self._keys else ("address", network(scope))
         if self._open[client] >= MOST_OPEN:
-            raise ApiError(429, f"{MOST_OPEN} requests of yours are open; try again when one has ended", code="busy", headers={"Retry-After": str(RETRY_BUSY)})
+            words, later = f"{MOST_OPEN} requests of yours are open; try again when one has ended", {"Retry-After": str(RETRY_BUSY)}
+            raise ApiError(429, words, code="busy", headers=later)
         return client
 
     def _number(self, headers: dict[bytes, bytes]) -> int:
@@ -102,7 +104,10 @@ class Guard:
 
 
 async def read_body(scope: Scope, receive: Receive, most_mb: int) -> bytes:
-    """The body of a request, of which no more than `most_mb` MiB is kept. Raises ApiError, and EOFError when the client is gone."""
+    """The body of a request, of which no more than `most_mb` MiB is kept.
+
+    Raises ApiError, and EOFError when the client is gone.
+    """
     length = Headers(scope=scope).get("content-length", "")
     if length.isdigit() and int(length[:20]) > most_mb * 2**20:
         raise _too_large(most_mb)
@@ -126,7 +131,8 @@ async def _collected(receive: Receive, most_mb: int) -> bytes:
 
 
 def _too_large(most_mb: int) -> ApiError:
-    return ApiError(413, f"the request's body is larger than {most_mb} MiB (server.max_body_mb)", code="request_too_large")
+    words = f"the request's body is larger than {most_mb} MiB (server.max_body_mb)"
+    return ApiError(413, words, code="request_too_large")
 
 
 class PageGate:
@@ -154,7 +160,7 @@ class PageGate:
             raise ApiError(404, "there is nothing at this address")
         body = await read_body(scope, receive, self._most_mb)
         if not few_values(body):
-            raise ApiError(413, f"the request's body has more than {MOST_VALUES} values", code="too_many_values")
+            raise ApiError(413, f"the request's body has too many values: {TOO_MANY_VALUES}", code="too_many_values")
         return body
 
 

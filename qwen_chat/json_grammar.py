@@ -49,8 +49,8 @@ FORMATS = {
     "uuid": '[0-9a-f]{8} "-" [0-9a-f]{4} "-" [0-9a-f]{4} "-" [0-9a-f]{4} "-" [0-9a-f]{12}',
 }
 TOO_MANY_WAYS = (
-    f"the beginning of a text may be read in more than {MOST_WAYS} ways at once: have alternatives differ in their type, or in their"
-    " first property, which is required, and have fewer optional properties in a row"
+    f"the beginning of a text may be read in more than {MOST_WAYS} ways at once: have alternatives differ in their type,"
+    " or in their first property, which is required, and have fewer optional properties in a row"
 )
 
 
@@ -138,7 +138,8 @@ class _Grammar:
         self.leads.setdefault(start or "", set()).add(ref)
         if ref not in self._refs:
             name = self._refs[ref] = f"ref-{len(self._refs)}"
-            self._rules[name] = f"{name} ::= {self.expression(self._find(ref, path), shortened(ref, LONGEST_NAME), ref)}"
+            value = self.expression(self._find(ref, path), shortened(ref, LONGEST_NAME), ref)
+            self._rules[name] = f"{name} ::= {value}"
         return self._refs[ref]
 
     def _find(self, ref: str, path: str):
@@ -185,8 +186,12 @@ class _Grammar:
         self._count(list(properties), path, least=0)
         self._count(required, f"{path}.required", least=0)
         if lost := [name for name in required if not isinstance(name, str) or name not in properties]:
-            raise SchemaError(f"{path}.required: {shortened(json.dumps(lost[0]), LONGEST_NAME)} is not among the properties")
-        pairs = [(self._pair(_quoted(self._literal(name)[1:]), inner, f"{path}.{shortened(name, LONGEST_NAME)}"), name in required) for name, inner in properties.items()]
+            first = shortened(json.dumps(lost[0]), LONGEST_NAME)
+            raise SchemaError(f"{path}.required: {first} is not among the properties")
+        pairs = []
+        for name, inner in properties.items():
+            pair = self._pair(_quoted(self._literal(name)[1:]), inner, f"{path}.{shortened(name, LONGEST_NAME)}")
+            pairs.append((pair, name in required))
         others = schema.get("additionalProperties", False)
         if others is not False:
             pair = self._pair(rf'{self.primitive("char")}* "\""', others, f"{path}.additionalProperties")

@@ -72,7 +72,8 @@ class _Ways:
         return self._found[ref] or self._known.get(ref, 1)
 
     def _object(self, schema: dict) -> int:
-        properties, required, others = schema.get("properties", {}), schema.get("required", []), schema.get("additionalProperties", False)
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        others = schema.get("additionalProperties", False)
         alike = run = 1  # names that may come next
         for name in properties:
             run = 1 if name in required else run + 1
@@ -101,9 +102,11 @@ class _Ways:
         if options := _options(schema):
             return _merged([self._begins(option) for option in options])
         if constants := _constants(schema):
-            return _merged([{_kind(text): {("", text)} if text[0] != "{" else None} for text in map(json.dumps, constants)])
+            texts = map(json.dumps, constants)
+            return _merged([{_kind(text): {("", text)} if text[0] != "{" else None} for text in texts])
         kinds = schema.get("type", next((kind for kind, words in KEYWORDS.items() if words & schema.keys()), None))
-        begins = {BEGINS[kind]: None for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind in BEGINS} or dict.fromkeys(ANYHOW)
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        begins: dict[str, set | None] = dict.fromkeys([BEGINS[kind] for kind in kinds if kind in BEGINS] or ANYHOW)
         first = next(iter(schema.get("properties", {}).items()), None)
         if "{" in begins and first and first[0] in schema.get("required", []):
             values = _constants(first[1]) if isinstance(first[1], dict) else []

@@ -16,17 +16,18 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Va
 from pydantic_core import PydanticCustomError
 
 MOST_STOPS, LONGEST_STOP, MOST_BIASES = 16, 1000, 1024
-MOST_VALUES = 50_000  # numbers, texts, lists and objects of a request's JSON: so many are made within some 20 ms
+MOST_VALUES = 50_000  # commas and opening brackets in a request's JSON; so many values are made within some 20 ms
 MOST_KEYS = 64  # of an object whose keys are prescribed
 MOST_PARTS = 1000  # of a message
 LONGEST_NAME = 100  # characters of a parameter, in an error
 LONGEST_MESSAGE = 500  # characters of an error
 
+TOO_MANY_VALUES = f"more than {MOST_VALUES} commas and opening brackets outside texts"
 NO_MARKS = bytes(set(range(256)) - set(b'"[{,'))  # what stands neither around texts nor before values
 
 
 class ApiError(Exception):
-    """What is answered in place of what was asked for. `headers` go with it. It is short, however long what it names is."""
+    """What is answered in place of what was asked for. `headers` go with it. It is short, whatever it names."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, headers: dict | None = None):
         super().__init__(shortened(message, LONGEST_MESSAGE))
@@ -54,7 +55,8 @@ class Form(BaseModel):
     def _has_few_keys(cls, value: Any) -> Any:
         """Each key that is not known would be a fault of its own."""
         if isinstance(value, dict) and len(value) > MOST_KEYS:
-            raise PydanticCustomError("too_many_keys", "it has {count} keys, and at most {most} are read", {"count": len(value), "most": MOST_KEYS})
+            counts = {"count": len(value), "most": MOST_KEYS}
+            raise PydanticCustomError("too_many_keys", "it has {count} keys, and at most {most} are read", counts)
         return value
 
 
@@ -73,7 +75,9 @@ class Message(Form):
     annotations: Annotated[list, Field(max_length=0)] | None = None
 
     def plain(self) -> dict:
-        content = self.content if isinstance(self.content, str) else [part.model_dump() for part in self.content]
+        content = self.content
+        if not isinstance(content, str):
+            content = [{"type": "text", "text": part.text} for part in content]
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
@@ -108,13 +112,16 @@ def _whole(value: Any) -> Any:
 
 def _few_biases(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > MOST_BIASES:
-        raise PydanticCustomError("too_long", "it has {count} entries, and at most {most} are read", {"count": len(value), "most": MOST_BIASES})
+        counts = {"count": len(value), "most": MOST_BIASES}
+        raise PydanticCustomError("too_long", "it has {count} entries, and at most {most} are read", counts)
     return value
 
 
 WHOLE = BeforeValidator(_whole)  # JSON does not tell 5.0 from 5
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[dict[TokenId, Bias] | None, BeforeValidator(_few_biases)]
 Penalty = Annotated[float, Field(ge=-2, le=2)] | None
 Part = Annotated[float, Field(ge=0, le=1)] | None
 Tokens = Annotated[int, Field(ge=1, le=2**31), WHOLE] | None
@@ -137,7 +144,7 @@ class Request(Form):
     presence_penalty: Penalty = None
     seed: Annotated[int, Field(ge=-1, le=2**63 - 1), WHOLE] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
-    logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_few_biases)] = Field(None, json_schema_extra={"maxProperties": MOST_BIASES})
+    logit_bias: Biases = Field(None, json_schema_extra={"maxProperties": MOST_BIASES})
     n: Literal[1] | None = None
     # Taken and ignored.
     user: Any = None
@@ -233,7 +240,8 @@ def read(kind: type[Kind], raw: bytes, most_messages: int) -> Kind:
     body = _without_refused(body)
     if isinstance(body.get("messages"), list):
         if (count := len(body["messages"])) > most_messages:
-            raise ApiError(400, f"messages: there are {count}, and the window holds {most_messages} at most, however short they are", "messages", "context_length_exceeded")
+            words = f"messages: there are {count}, and the window holds {most_messages} at most, however short they are"
+            raise ApiError(400, words, "messages", "context_length_exceeded")
         body["messages"] = [_message(message, f"messages[{number}]") for number, message in enumerate(body["messages"])]
     try:
         request = kind.model_validate(body)
@@ -247,9 +255,9 @@ def read(kind: type[Kind], raw: bytes, most_messages: int) -> Kind:
 
 
 def few_values(raw: bytes) -> bool:
-    """Whether no more than MOST_VALUES values are in the JSON of `raw`.
+    """Whether no more than MOST_VALUES commas and opening brackets are in the JSON of `raw`, outside its texts.
 
-    The marks that stand before values are counted: first all of them, for that is quick, then those outside texts.
+    First all of them are counted, for that is quick.
     """
     if len(raw.translate(None, NO_MARKS + b'"')) <= MOST_VALUES:
         return True
@@ -264,7 +272,7 @@ def _json(raw: bytes) -> Any:
         raise ValueError(f"{name} is not a JSON number")
 
     if not few_values(raw):
-        raise ApiError(400, f"the request's body has more than {MOST_VALUES} values; shorten it", code="too_many_values")
+        raise ApiError(400, f"the request's body has too many values: {TOO_MANY_VALUES}", code="too_many_values")
     try:
         return json.loads(raw.decode("utf-8"), parse_constant=refuse)
     except UnicodeDecodeError:

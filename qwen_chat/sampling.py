@@ -55,7 +55,7 @@ class Logprob:
 
 @dataclass(frozen=True)
 class FirstBytes:
-    """What the tokens of a vocabulary begin with: for each its first byte, or NO_BYTE, and the tokens that are a single byte."""
+    """What tokens begin with: `of` each its first byte, or NO_BYTE; and which tokens are a `single` byte."""
 
     of: np.ndarray
     single: np.ndarray
