@@ -102,6 +102,30 @@ def test_where_the_groups_are_found(tmp_path, own, top, files, quota):
     assert cgroups.cpu_quota(tmp_path) == quota
 
 
+HYBRID = """\
+31 23 0:28 / /sys/fs/cgroup ro,nosuid,nodev,noexec shared:9 - tmpfs tmpfs ro,mode=755
+32 31 0:29 / /sys/fs/cgroup/unified rw,nosuid,nodev,noexec,relatime shared:10 - cgroup2 cgroup2 rw,nsdelegate
+33 31 0:30 / /sys/fs/cgroup/systemd rw,nosuid,nodev,noexec,relatime shared:11 - cgroup cgroup rw,xattr,name=systemd
+36 31 0:33 / /sys/fs/cgroup/cpu,cpuacct rw,nosuid,nodev,noexec,relatime shared:15 - cgroup cgroup rw,cpu,cpuacct
+37 31 0:34 / /sys/fs/cgroup/memory rw,nosuid,nodev,noexec,relatime shared:16 - cgroup cgroup rw,memory
+"""
+
+
+def test_a_hybrid_of_v1_and_v2(tmp_path):
+    """systemd before version 250: v2 for itself, v1 for the controllers, cpu and cpuacct at one place."""
+    own, folder = "/system.slice/chat.service", "sys/fs/cgroup/{}/system.slice/chat.service/"
+    lines = ("9:memory", "4:cpu,cpuacct", "1:name=systemd", "0:")
+    write(tmp_path, {
+        "proc/self/mountinfo": HYBRID, "proc/self/cgroup": "".join(f"{line}:{own}\n" for line in lines),
+        folder.format("cpu,cpuacct") + "cpu.cfs_quota_us": "150000\n",
+        folder.format("cpu,cpuacct") + "cpu.cfs_period_us": "100000\n",
+        folder.format("memory") + "memory.limit_in_bytes": "524288000\n",
+        folder.format("memory") + "memory.usage_in_bytes": "104857600\n",
+    })
+    assert cgroups.cpu_quota(tmp_path) == 1.5
+    assert cgroups.memory_limits(tmp_path) == [cgroups.MemoryLimit(500 * MB, 100 * MB, cgroups.UNLIMITED)]
+
+
 # Real groups of this machine
 
 SAY = """
