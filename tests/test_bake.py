@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path

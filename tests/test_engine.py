@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 import threading
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from qwen_chat import weights
-from qwen_chat.config import Config, Runtime
+from qwen_chat.config import Runtime
 from qwen_chat.engine import MOST_WARM, Busy, Engine, EngineError, Reply
 from qwen_chat.kvcache import token_array
 from qwen_chat.model import ABORTED, NO_CELLS
@@ -652,7 +651,7 @@ def test_a_window_above_the_models_own_is_lowered_with_a_warning(make_bot, caplo
         bot = make_bot(runtime={"n_ctx": 100_000, "parallel": 1})
     trained = bot.engine.model.n_ctx_train
     assert bot.engine.n_ctx == bot.engine.info.n_ctx == trained < 100_000
-    assert any(f"runtime.n_ctx is 100000, but" in record.getMessage() for record in caplog.records)
+    assert any("runtime.n_ctx is 100000, but" in record.getMessage() for record in caplog.records)
 
 
 def test_what_people_write_is_never_logged(bot, caplog):
