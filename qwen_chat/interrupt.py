@@ -112,7 +112,7 @@ class Signals:
             while (number := self._reading.recv(1)[0]) not in (0, *self._handlers):
                 pass
             return number
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):  # the latter where there is no time to wait
             return None
 
     def wake(self) -> None:

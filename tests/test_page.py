@@ -390,16 +390,16 @@ def test_a_port_that_is_taken_is_said_in_a_sentence(program, tmp_path):
     assert f"127.0.0.1:{program.port} cannot be used" in other.log and "Traceback" not in other.log
 
 
-def test_without_weights_it_ends_with_status_3_and_says_why(tmp_path):
+def test_without_the_file_of_the_config_it_ends_with_status_4_and_says_why(tmp_path):
     program = Program(tmp_path, model={"path": str(tmp_path / "nowhere.gguf")})
-    assert program.process.wait(PATIENCE) == 3
+    assert program.process.wait(PATIENCE) == 4
     assert "nowhere.gguf" in program.log and "Traceback" not in program.log
 
 
-def test_with_a_file_that_is_no_model_it_ends_with_status_3(tmp_path):
+def test_with_a_file_that_is_no_model_it_ends_with_status_4(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(1000))
     program = Program(tmp_path, model={"path": str(tmp_path / "model.gguf")})
-    assert program.process.wait(PATIENCE) == 3
+    assert program.process.wait(PATIENCE) == 4
     assert program.log.count("model.gguf: llama.cpp cannot load this file") == 1 and "Traceback" not in program.log
 
 
