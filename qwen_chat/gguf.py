@@ -49,8 +49,16 @@ def _shape(gguf: "Gguf", path: Path) -> Shape | None:
         n_embd=n_embd, n_ff=max(values("feed_forward_length")), n_head=n_head, n_vocab=n_vocab,
         n_ctx_train=values("context_length")[0] or 2**31,
         copies=sum(size for _, size in copies.values()), copied=sum(map(gguf.tensor_size, copies)),
-        copy_kinds=tuple(sorted({kind for kind, _ in copies.values()})),
+        copy_kinds=tuple(sorted({kind for kind, _ in copies.values()})), unmapped=_unmapped(gguf, copies.keys() - {"token_embd.weight"}),
     )
+
+
+def _unmapped(gguf: "Gguf", copied: set[str]) -> int:
+    """Bytes of copied weights at the ends of the file, from which llama.cpp takes its mapping away (llama_mmap)."""
+    ranges = [(start, start + gguf.tensor_size(name), name in copied) for name, start in gguf.offsets().items()]
+    kept = [(start, end) for start, end, gone in ranges if not gone] or [(0, 0)]
+    first, last = min(start for start, _ in kept), max(end for _, end in kept)
+    return first + max(end for _, end, _ in ranges) - last
 
 
 class Tensor(ctypes.Structure):
@@ -136,6 +144,10 @@ class Gguf:
 
     def tensors(self) -> list[str]:
         return [self.call("get_tensor_name", number).decode() for number in range(self.call("get_n_tensors"))]
+
+    def offsets(self) -> dict[str, int]:
+        """Where each tensor begins, from the first one's place on."""
+        return {name: self.call("get_tensor_offset", number) for number, name in enumerate(self.tensors())}
 
     def tensor_size(self, name: str) -> int:
         at = self.call("find_tensor", name.encode())

@@ -32,7 +32,8 @@ class Shape:
 
     `weights` are all tensors' bytes; `looked_up` those of an embedding matrix that is not the output matrix, too.
     `kv_values` are the numbers that one token adds to the cache, over all layers. The loaded code for the processor
-    lays weights of `copied` bytes out anew in `copies` bytes, in buffers of the types `copy_kinds`.
+    lays weights of `copied` bytes out anew in `copies` bytes, in buffers of the types `copy_kinds`; `unmapped` bytes of
+    the originals do not stay mapped.
     """
 
     weights: int
@@ -46,6 +47,7 @@ class Shape:
     copies: int = 0
     copied: int = 0
     copy_kinds: tuple[str, ...] = ()
+    unmapped: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def needed(shape: Shape, runtime, program: int = PROGRAM_BYTES, layout: Layout |
     kv = int(cells * shape.kv_values * BYTES_PER_VALUE[runtime.kv_type])
     droppable = shape.looked_up if layout.use_mmap and not runtime.use_mlock else 0
     repacked = shape.copies if layout.extra_buffers else 0
-    weights = shape.weights if layout.use_mmap or not repacked else shape.weights - shape.copied
+    weights = shape.weights - (0 if not repacked else shape.unmapped if layout.use_mmap else shape.copied)
     vocabulary, compute = shape.n_vocab * VOCABULARY_BYTES, _compute(shape, runtime, cells)
     return Need(program, weights, vocabulary, kv, compute, droppable, repacked, layout)
 
