@@ -86,7 +86,7 @@ def _is_here(host: str) -> bool:
 
 def through(url: str) -> str:
     """The words "(through the proxy ADDRESS)" after a space where `url` is fetched through one, else nothing. The
-    address is without user and password."""
+    address is without user and password. "https://" alone stands for a host that is not known, such as pip's index."""
     proxy = for_address(url)
     return f" (through the proxy {_shown(proxy)})" if proxy else ""
 

@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parent.parent
 OFFICIAL = "https://huggingface.co"
-PACKAGE_INDEX = "https://"  # of no known host: pip knows its own
 PROBE_SECONDS = 2.0
 ATTEMPTS = 5  # how often a transfer that breaks off is taken up again
 CHUNK = 1 << 20
@@ -544,7 +543,7 @@ def _pip_reason(output: str) -> str:
     if "dependencies for SOCKS" in output:
         return f"pip needs a package for the SOCKS proxy: {sys.executable} -m pip install pysocks, without the proxy"
     if "Retrying (" in output:
-        return f"the package index cannot be reached{proxies.through(PACKAGE_INDEX)}"
+        return "the package index cannot be reached" + proxies.through("https://")
     lines = [line for line in output.splitlines() if line.strip()]
     errors = [line[6:] for line in lines if line.startswith("ERROR:") and line != "ERROR: Exception:"]
     return "pip: " + proxies.without_logins((errors or lines or ["failed without a reason"])[-1])
