@@ -56,10 +56,19 @@ TALKS = st.lists(st.lists(TURNS, min_size=1, max_size=3).map(tuple), min_size=2,
 
 
 def ask(bot, messages: list[dict], turn: Turn, **options):
-    prompt = bot.conversation.prompt(messages)
+    """The prompt, in which earlier answers stand as they were chosen, and the reply to it."""
+    prompt = bot.conversation.prompt(messages, client=options["client"])
     assert not prompt.dropped  # turns out of view may still show in the cache, to their own conversation alone
+    assert spelt(bot, prompt.tokens) == spelt(bot, bot.conversation.prompt(messages).tokens)
     stop = [turn.stop] if turn.stop else []
-    return bot.engine.stream(prompt.tokens, turn.sampling, turn.max_tokens, stop, follow=prompt.follow, **options)
+    return prompt.tokens, bot.engine.stream(
+        prompt.tokens, turn.sampling, turn.max_tokens, stop, follow=prompt.follow,
+        on_end=lambda reply: bot.conversation.remember(reply, prompt), **options,
+    )
+
+
+def spelt(bot, tokens) -> bytes:
+    return b"".join(bot.engine.model.piece(token, special=True) for token in tokens)
 
 
 class Talk(threading.Thread):
@@ -83,8 +92,8 @@ class Talk(threading.Thread):
             if turn.typed and "owner" in self.who:
                 engine.warm(self.who["owner"], self.bot.conversation.prompt(messages).tokens)
             if turn.aside:
-                "".join(ask(self.bot, [user("Shorten: " + turn.text)], turn, keep=False, client=self.who["client"]))
-            reply = ask(self.bot, messages, turn, **self.who)
+                "".join(ask(self.bot, [user("Shorten: " + turn.text)], turn, keep=False, client=self.who["client"])[1])
+            prompt, reply = ask(self.bot, messages, turn, **self.who)
             if turn.cancel_after == 0:
                 reply.cancel()
             text = ""
@@ -92,7 +101,7 @@ class Talk(threading.Thread):
                 text += piece
                 if number == turn.cancel_after:
                     reply.cancel()
-            self.answers.append((turn, self.bot.conversation.prompt(messages).tokens, reply))
+            self.answers.append((turn, prompt, reply))
             messages = [*messages, {"role": "assistant", "content": text or "Well."}]
 
 
