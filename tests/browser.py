@@ -32,13 +32,17 @@ new MutationObserver((changes) => {
 STORY = "Tell me a very long story about a cat and a dog."  # greedily answered, it does not end by itself
 
 
+def free_port() -> int:
+    """A port of this machine's that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
 class Program:
     """`python app.py` with a config of its own; `patch` is code that runs between importing it and starting it."""
 
     def __init__(self, folder: Path, patch: str = "", **sections):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         sections["profile"] = sections.get("profile", "none")  # the tests are the same on every machine
         sections["server"] = {"host": "127.0.0.1", "port": self.port, **sections.get("server", {})}
         config, self.log_file = folder / "config.yaml", folder / "log"

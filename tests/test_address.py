@@ -4,14 +4,9 @@ import errno
 import socket
 
 import pytest
-from browser import PATIENCE, Program
+from browser import PATIENCE, Program, free_port
 
 from qwen_chat import address
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def has(host: str) -> bool:

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from browser import free_port
 from test_sbom import valid
 
 from qwen_chat.config import Runtime
@@ -105,7 +105,7 @@ def image(docker, small_model, tmp_path_factory):
 
 class Container:
     def __init__(self, docker: Docker, image: str, *options, port: int | None = None):
-        self.docker, self.port = docker, port or _free_port()
+        self.docker, self.port = docker, port or free_port()
         port_option = [] if port else ["--env", f"PORT={self.port}"]
         network = [] if "--network" in options else ["--network", "host"]
         started = docker("run", "--detach", *network, *port_option, *options, image)
@@ -150,12 +150,6 @@ class Container:
         """`docker stop`, with patience; the status is 137 where the process had to be killed."""
         self.docker("stop", "--time", PATIENCE, self.id)
         return int(self.state("ExitCode"))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture
@@ -307,7 +301,7 @@ def test_the_plain_code_answers_too(docker, image, run):
 
 
 def test_a_mounted_config_takes_effect(run, tmp_path):
-    port = _free_port()
+    port = free_port()
     options = _config(tmp_path, f"server: {{port: {port}, host: 127.0.0.1}}\nruntime: {{n_ctx: 512, n_threads: 1}}\ngeneration: {{max_tokens: 64}}\n")
     container = run(*CAREFUL, *options, port=port)
     container.until(lambda: container.state("Health.Status") == "healthy")  # its port is known to the check too

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from browser import free_port
 
 from qwen_chat import cpu_code, memory, offline
 from qwen_chat.config import Runtime
@@ -237,7 +238,7 @@ def test_a_broken_file_is_told_as_before_whatever_the_memory(tmp_path, monkeypat
 
 
 def test_the_program_ends_with_status_2_and_the_sentence(small_model, tmp_path):
-    (tmp_path / "config.yaml").write_text(f"model: {{path: {small_model}}}\nserver: {{host: 127.0.0.1}}\n")
+    (tmp_path / "config.yaml").write_text(f"model: {{path: {small_model}}}\nserver: {{host: 127.0.0.1, port: {free_port()}}}\n")
     code = ("import sys, qwen_chat.engine as engine; from qwen_chat.hardware import Memory; "
             "engine.usable_memory = lambda: Memory(10**8, 10**8, 0, True); import app; sys.exit(app.main())")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "CONFIG": str(tmp_path / "config.yaml")}, capture_output=True, text=True, timeout=300)
