@@ -21,7 +21,7 @@ from qwen_chat import weights
 from qwen_chat.address import AddressError, url, why_not
 from qwen_chat.condense import Condenser, patiently
 from qwen_chat.config import load_or_exit
-from qwen_chat.conversation import Conversation, TooLong
+from qwen_chat.conversation import Conversation, SystemPromptTooLong, TooLong
 from qwen_chat.cpu_code import CpuCodeError
 from qwen_chat.engine import Busy, Engine, EngineError
 from qwen_chat.hardware import surroundings
@@ -31,7 +31,7 @@ from qwen_chat.sampling import Sampling
 
 # How the program ends: 0 when it is told to, 1 when the engine breaks, and these, of which the first that fits counts.
 # Faults of config.yaml are a 2 as well. Only after a 3 another start may find what this one did not.
-STATUSES = {2: NotEnoughMemory, 4: (weights.UnusableWeights, ModelError), 3: weights.WeightsError, 5: CpuCodeError}
+STATUSES = {2: (NotEnoughMemory, SystemPromptTooLong), 4: (weights.UnusableWeights, ModelError), 3: weights.WeightsError, 5: CpuCodeError}
 
 config = load_or_exit()
 engine = Engine(config.runtime, partial(weights.find, config.model), config.server.queue_size, lambda: conversation.opening())

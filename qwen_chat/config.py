@@ -351,8 +351,15 @@ def _line(error: dict) -> str:
         return f"{name}: no such key;{_did_you_mean(path[-1], keys, '.'.join(path[:-1]))} allowed: {', '.join(keys)}"
     if error["type"] == "missing":
         return f"{name}: missing; needed: {_allowed(field)}"
-    found = "something else" if secret else _shown(error["input"])
+    found = _kind(error["input"]) if secret else _shown(error["input"])
     return f"{name}: {found} found; allowed: {_allowed(field)}"
+
+
+def _kind(value: Any) -> str:
+    """What a secret is, without telling it."""
+    if isinstance(value, (bool, int, float)):
+        return "a number (or true, false) without quotes around it"
+    return {str: "a text", list: "a list", dict: "a section", type(None): "nothing"}.get(type(value), "something else")
 
 
 def _child(field: Any, part: str | int) -> Any:

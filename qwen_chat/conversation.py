@@ -23,6 +23,16 @@ PLACE_BYTES = 16
 SAMPLE = 8_000  # characters of a very long text that are counted to estimate it, at three places
 
 
+class SystemPromptTooLong(Exception):
+    """The system prompt of config.yaml leaves no room in the window for a question and its answer; sizes in tokens."""
+
+    def __init__(self, size: int, limit: int, n_ctx: int):
+        super().__init__(
+            f"chat.system_prompt: {size} tokens found; allowed: at most {limit}, so that a question and its answer fit "
+            f"the window of {n_ctx} tokens beside it (runtime.n_ctx)"
+        )
+
+
 class TooLong(Exception):
     """A message that cannot fit: `size` and `limit` in tokens."""
 
@@ -87,7 +97,11 @@ class Conversation:
         return self._made
 
     def opening(self) -> list[int]:
-        """The tokens that a conversation begins with: the system prompt, up to the first message."""
+        """The tokens that a conversation begins with: the system prompt, up to the first message. Raises
+        SystemPromptTooLong."""
+        if (room := self.longest()) < 1:
+            size = self.count(self._config.chat.system_prompt)
+            raise SystemPromptTooLong(size, max(0, size + room - 1), self._engine.n_ctx)
         system = self._system()
         pieces = self.template.render([*system, {"role": "user", "content": ""}], answering=False)
         at = next(number for number, piece in enumerate(pieces) if piece.message in (len(system), None))

@@ -22,6 +22,7 @@ from typing import Callable, Iterable
 from . import cpu_code, memory
 from .gguf import read_shape
 from .hardware import held_by_process, usable_cores, usable_memory
+from .interrupt import Interrupted
 from .kvcache import KVCache, Sequence, token_array
 from .line import Line
 from .model import ABORTED, Model, system_info
@@ -479,7 +480,7 @@ class Engine:
 
     def _report(self, progress) -> None:
         if self._closing:
-            raise EngineError("it was closed while it started")
+            raise Interrupted  # which nothing that tries one source of weights after the other swallows
         self.state = State(progress.phase, progress.name, progress.done, progress.total)
 
     def _loaded(self, name: str, part: float) -> bool:

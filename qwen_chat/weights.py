@@ -38,6 +38,7 @@ PROBE_SECONDS = 2.0
 ATTEMPTS = 5  # how often a transfer that breaks off is taken up again
 CHUNK = 1 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT)
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)  # of the cache's folders
 ELSEWHERE = "XDG_CACHE_HOME names another cache folder, model.path in config.yaml a file of your own."
 
 
@@ -83,7 +84,8 @@ class _Reasons(list[str]):
 
     def add(self, reason: str, error: Exception) -> None:
         self.append(reason)
-        self.passing |= not (isinstance(error, _Wrong) or _status(error) in (401, 403, 404))
+        lasting = isinstance(error, _Wrong) or _status(error) in (401, 403, 404) or getattr(error, "errno", None) in UNWRITABLE
+        self.passing |= not lasting
 
 
 Report = Callable[[Progress], None]
@@ -657,7 +659,7 @@ def _reason(error: Exception) -> str:
     code = getattr(error, "errno", None)
     if code in FULL:
         return f"the disk of {folders.cache()} is full. {ELSEWHERE}"
-    if code in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if code in UNWRITABLE:
         return f"{error.filename or folders.cache()} cannot be written ({os.strerror(code)}). {ELSEWHERE}"
     status = _status(error)
     if status in (401, 403):

@@ -176,6 +176,12 @@ def test_a_secret_is_not_repeated_when_it_stands_in_a_wrong_place(server, tmp_pa
     assert lines and "hunter2" not in "".join(lines)
 
 
+@pytest.mark.parametrize("server", ["{api_key: 735521}", "{auth: [{user: ann, password: 735521}]}"])
+def test_a_secret_without_the_quotes_it_needs_is_told_to_be_a_number(server, tmp_path):
+    (line,) = faults(f"server: {server}\n", tmp_path)
+    assert "a number (or true, false) without quotes around it found" in line and "735521" not in line
+
+
 def test_secrets_are_not_shown_with_the_configuration(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("server: {api_key: [hunter2], auth: [{user: ann, password: hunter2}]}\n")

@@ -26,12 +26,12 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def ask(bot, messages, sampling=GREEDY, max_tokens=24, owner="me", **options):
-    """Starts an answer; `messages` may be one question."""
-    messages = [user(messages)] if isinstance(messages, str) else messages
-    prompt = bot.conversation.prompt(messages, max_tokens, client=owner)
+def ask(bot, messages, sampling=GREEDY, max_tokens=24, owner="me", client=None, **options):
+    """Starts an answer, for `owner` where no other client is named; `messages` may be one question."""
+    messages, client = [user(messages)] if isinstance(messages, str) else messages, owner if client is None else client
+    prompt = bot.conversation.prompt(messages, max_tokens, client=client)
     return bot.engine.stream(
-        prompt.tokens, sampling, prompt.max_tokens, owner=owner, client=owner, trimmed=prompt.trimmed,
+        prompt.tokens, sampling, prompt.max_tokens, owner=owner, client=client, trimmed=prompt.trimmed,
         follow=prompt.follow, on_end=lambda reply: bot.conversation.remember(reply, prompt), **options,
     )
 

@@ -330,6 +330,7 @@ def stand_in(small_model, tmp_path_factory):
 
 
 def test_a_message_sent_while_the_model_loads_is_answered_when_it_is_there(open_page, stand_in):
+    until(lambda: stand_in.health()[1]["phase"] != "looking")
     status, health = stand_in.health()
     assert status == 503 and (health["status"], health["phase"], health["fraction"]) == ("loading", "downloading", 0.43)
     page = open_page(stand_in, locale="zh-CN")  # server.language wins over the browser's

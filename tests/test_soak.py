@@ -42,7 +42,8 @@ class Person:
             del self.messages[2 * self.chance.randint(0, len(self.messages) // 2) :]
         self.messages.append(user(self.text(60 if luck > 0.98 else 3)))
         if luck > 0.8:
-            self.bot.engine.warm(self.number, self.bot.conversation.prompt(self.messages, client=self.number).tokens)
+            ahead = self.bot.conversation.prompt(self.messages, client=self.client).tokens
+            self.bot.engine.warm(self.number, ahead, client=self.client)
 
     def ask(self):
         """A question of one kind or another; what its answer may have in it to end it is by chance too."""

@@ -51,6 +51,13 @@ def test_a_model_without_a_chat_template_is_a_4(status, tmp_path, small_model):
     assert ended == 4 and "no chat template" in said and "Traceback" not in said
 
 
+def test_a_system_prompt_that_leaves_no_room_is_a_2(status, small_model):
+    ended, said = status(model={"path": str(small_model)}, runtime={"n_ctx": 512}, generation={"max_tokens": 256},
+                         chat={"system_prompt": "word " * 600})
+    assert ended == 2 and "Traceback" not in said
+    assert re.search(r"chat.system_prompt: 60\d tokens found; allowed: at most 4\d\d, .* window of 512 tokens", said), said
+
+
 def test_systemd_starts_again_only_what_that_may_mend():
     lasting = re.search(r"^RestartPreventExitStatus=(.*)$", UNIT, re.M)[1].split()
     assert "Restart=on-failure\n" in UNIT and not {"1", "3"} & set(lasting)

@@ -82,11 +82,11 @@ def test_figures_are_one_line():
 def test_figures_say_what_was_cut_and_what_was_condensed():
     words = texts.preferred("en", None)
     slow = Stats(10, 0, 512, first_token_ms=2340, tokens_per_second=3.21, finish_reason="length")
-    assert words.figures(slow, 1024, Condensed("", 12400, 900, 8)) == (
+    assert words.figures(slow, 1024, Condensed("", 12400, 900, 8, None)) == (
         "first token 2.3 s · 3.2 tokens/s · window 522 / 1,024 tokens · 0 reused"
         " · stopped at the limit of 512 tokens · the message was condensed from 12,400 to 900 tokens in 8 parts"
     )
-    assert words.figures(slow, 1024, Condensed("", 1400, 900, 1)).endswith("from 1,400 to 900 tokens")
+    assert words.figures(slow, 1024, Condensed("", 1400, 900, 1, None)).endswith("from 1,400 to 900 tokens")
 
 
 def test_the_line_says_what_the_model_no_longer_sees():

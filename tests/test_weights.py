@@ -731,16 +731,26 @@ def test_a_disk_that_fills_up_while_a_fallback_is_joined(tmp_path, monkeypatch, 
     assert not [name for name in cached(tmp_path) if not name.endswith(".whl")]
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOENT, errno.ENOTDIR])
 def test_a_cache_folder_that_may_not_be_written(tmp_path, monkeypatch, hub, code):
     def refuse(self, *args, **ignored):
         raise OSError(code, os.strerror(code), str(self))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(weights.WeightsError) as error:
+    with pytest.raises(weights.UnusableWeights) as error:
         weights.find(model(hub().url))
     for words in (str(tmp_path / "cache" / "qwen-chat" / "weights"), "cannot be written", os.strerror(code), "XDG_CACHE_HOME"):
         assert words in str(error.value)
+
+
+def test_the_end_of_the_program_is_no_reason_to_try_the_next_source(tmp_path, hub, caplog):
+    def closing(progress):
+        if progress.phase == "downloading":
+            raise interrupt.Interrupted
+
+    with pytest.raises(interrupt.Interrupted):
+        weights.find(model(hub().url, fallbacks=[make_fallback(tmp_path)]), closing)
+    assert "instead" not in caplog.text and "cannot be had" not in caplog.text
 
 
 # Several processes
