@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import random
+import re
 import signal
 import socket
 import struct
@@ -12,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -113,6 +115,13 @@ def test_what_is_unfinished_goes_and_what_was_moved_stays(tmp_path):
         other.write_text("whole")
         other.replace(tmp_path / "done")
     assert [file.name for file in tmp_path.iterdir()] == ["done"] and not interrupt._unfinished
+
+
+def command(process: psutil.Process) -> str:
+    """What the process runs; "" once it has ended."""
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
 
 
 class Called(pydantic.BaseModel):
@@ -304,7 +313,7 @@ class Terminal:
 
     @property
     def children(self) -> list[psutil.Process]:
-        return [each for each in psutil.Process(self.process.pid).children() if "resource_tracker" not in " ".join(each.cmdline())]
+        return [each for each in psutil.Process(self.process.pid).children() if not re.search("resource_tracker|cpu_check|^$", command(each))]
 
     def has_open(self, file: Path) -> bool:
         """Whether it reads `file`, mapped into its memory."""
