@@ -514,6 +514,7 @@ def test_for_a_page_that_was_closed_while_it_was_answered_nothing_is_computed_ah
     other = bot.engine.stream(prompt.tokens, GREEDY, 200, owner="another page")
     until(lambda: reply.text and other.text)
     bot.engine.forget("page")
+    assert [task.owner_left for task in bot.engine._open.values()] == [True, False]
     reply.cancel()
     until(lambda: reply.ended)
     assert left == [True] and "page" not in bot.engine._warm and not other.stats.finish_reason
@@ -557,6 +558,23 @@ def test_an_error_in_one_request_ends_that_request_alone(bot, monkeypatch):
 def test_a_prompt_that_cannot_be_answered_is_refused(bot, prompt, words):
     with pytest.raises(EngineError, match=words):
         "".join(bot.engine.stream(prompt))
+
+
+def test_a_prompt_as_long_as_the_window_leaves_no_room_for_an_answer(bot):
+    with pytest.raises(EngineError, match=f"the prompt has {bot.engine.n_ctx} tokens, the window holds {bot.engine.n_ctx}"):
+        "".join(bot.engine.stream([5] * bot.engine.n_ctx, GREEDY, 4))
+
+
+def test_after_a_stop_string_nothing_is_computed_ahead(bot, monkeypatch):
+    """The next prompt does not have the text that was cut off."""
+    quiet(bot)
+    ahead = []
+    monkeypatch.setattr(bot.engine, "_put_ahead", lambda key, what: ahead.append(key))
+    prompt = bot.conversation.prompt([user("Tell me a story.")], client="me")
+    for stop, asked in (("e", 0), ("", 1)):
+        "".join(bot.engine.stream(prompt.tokens, GREEDY, 12, [stop] if stop else [], owner="me", client="me", follow=prompt.follow))
+        quiet(bot)
+        assert len(ahead) == asked, stop
 
 
 @pytest.mark.parametrize("failure", [-3, NO_CELLS])
