@@ -141,7 +141,7 @@ def rebuild() -> str:
 
 def _candidates(wanted: str, excluded: list[str]) -> list[CpuCode]:
     """What may be tried, in order: the variants by speed, then the same without extra buffers."""
-    names = {_name(file): str(file) for file in variants()}
+    names = {variant_name(file): str(file) for file in variants()}
     if not names:
         if _variant_files():
             raise CpuCodeError(f"llama.cpp has no code for this processor, {hardware.cpu_model()}; there is code for: {_all_names()}")
@@ -261,12 +261,13 @@ def _built_in() -> Path:
     return next((file for file in sorted(_library_folder().glob("libggml-cpu.*"))), _library_folder() / "libggml-cpu.so")
 
 
-def _name(file: Path) -> str:
+def variant_name(file: Path) -> str:
+    """What a variant's library is called in runtime.cpu_code: libggml-cpu-zen4.so is "zen4"."""
     return file.stem.partition("ggml-cpu-")[2]
 
 
 def _all_names() -> str:
-    return ", ".join(_name(file) for file in _variant_files())
+    return ", ".join(variant_name(file) for file in _variant_files())
 
 
 def _score(file: Path) -> int:

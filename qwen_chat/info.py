@@ -51,7 +51,7 @@ def gather(config: Config) -> dict:
             "computes": code is not None, "name": code.name if code else None, "uses": cpu_code.features(code) if code else [],
             "compiler": cpu_code.compiler(code) if code else None, "extra_buffers": bool(code and code.extra_buffers),
             "fault": code_fault or code.complaint or cpu_code.not_native(code) or None,
-            "variants": [file.stem.partition("ggml-cpu-")[2] for file in cpu_code.variants()],
+            "variants": [cpu_code.variant_name(file) for file in cpu_code.variants()],
         },
         "cores": {**vars(cores), "because": cores.because},
         "memory": vars(granted),

@@ -201,7 +201,7 @@ def test_code_that_is_newer_than_the_processor_really_traps(checked_by, native):
 def program(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess:
     """Runs the program where a check has found that no code computes, as it is kept in the cache folder."""
     verdicts = {f"{name} {extra}": "ends with Illegal instruction (SIGILL)" for extra in (0, 1)
-                for name in ([file.stem.partition("ggml-cpu-")[2] for file in cpu_code.variants()] or ["native"])}
+                for name in ([cpu_code.variant_name(file) for file in cpu_code.variants()] or ["native"])}
     folder = tmp_path / "qwen-chat"
     folder.mkdir()
     (folder / "cpu-code.json").write_text(json.dumps({"key": cpu_code._fingerprint(), "verdicts": verdicts}))
